@@ -1,0 +1,50 @@
+"""What every test starts from: the interpreter without a GPU, seeds, fresh memory full of NaN, one thread a worker."""
+
+import importlib.util
+import os
+import random
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; subprocesses inherit this
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic mode asks for it, before CUDA starts
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():  # read by Triton when it is imported, so it comes first
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+if INTERPRETED:
+    from tests import interpreter_bf16
+
+    interpreter_bf16.install()
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+hypothesis.settings.register_profile("flashtile", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("flashtile")
+
+
+@pytest.fixture(autouse=True)
+def same_start():
+    """Seed every generator, and poison: in deterministic mode torch fills fresh memory with NaN (integers: maximum)."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    # warn_only: we want the filling, not an error for every operator without a deterministic variant.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False"))
