@@ -36,7 +36,6 @@ def same_start():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    torch.utils.deterministic.fill_uninitialized_memory = True
     # warn_only: we want the filling, not an error for every operator without a deterministic variant.
     torch.use_deterministic_algorithms(True, warn_only=True)
 
