@@ -1,0 +1,193 @@
+"""The oracle of all tests, the accuracy rule, and readable cases.
+
+reference(...)        explicit-mask attention in fp64, gradients by autograd
+plain(...)            the same formula in the inputs' own dtype, as anybody would write it in PyTorch
+assert_accurate(...)  max error of ours <= factor * max error of plain + 1e-5
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.kernel.flash_attention_mock import dense_attention
+from flashtile.mask import Mask, causal, full
+from flashtile.score import Score
+from flashtile.seqlen import Where
+
+FORWARD_FACTOR, BACKWARD_FACTOR, ABSOLUTE = 2.0, 3.0, 1e-5
+
+
+class Result(NamedTuple):
+    """Everything an attention call can return; gradients are None when no ``do`` or ``dlse`` was given."""
+
+    o: Tensor
+    lse: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    softmax_scale: float | None = None,
+    do: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> Result:
+    """Attention in fp64 with an explicit mask on ``(..., heads, n, d)`` (or ``(b, n, d)``), on the CPU.
+
+    Gradients are those of ``sum(o * do) + sum(lse * dlse)``; give ``do``, ``dlse`` or both to get them.
+    """
+    q, k, v = (x.detach().cpu().double() for x in (q, k, v))
+    return _differentiated(dense_attention, q, k, v, is_causal, mask, score, softmax_scale, do, dlse)
+
+
+def plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    softmax_scale: float | None = None,
+    do: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> Result:
+    """What plain PyTorch computes in the inputs' own dtype; arguments as in ``reference``."""
+    q, k, v = (x.detach().cpu() for x in (q, k, v))
+    return _differentiated(_plain_attention, q, k, v, is_causal, mask, score, softmax_scale, do, dlse)
+
+
+def _plain_attention(q, k, v, *, softmax_scale, mask, score):
+    (batch, heads_q, seqlen_q, _), (_, heads_kv, seqlen_k, _) = q.shape, k.shape
+    group = heads_q // max(heads_kv, 1)
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    where = Where(torch.arange(batch)[:, None, None, None], torch.arange(heads_q)[:, None, None], seqlen_q, seqlen_k)
+    q_idx, k_idx = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
+    s = q @ k.mT * softmax_scale
+    if score is not None:
+        s = score.forward(where, q_idx, k_idx, s, score.args).to(q.dtype)
+    visible = mask.predicate(where, q_idx, k_idx, mask.args).expand_as(s)
+    sees_no_key = ~visible.any(dim=-1, keepdim=True)
+    s = s.masked_fill(~visible & ~sees_no_key, -math.inf)
+    o = s.softmax(dim=-1).masked_fill(sees_no_key, 0.0) @ v
+    return o, s.logsumexp(dim=-1).masked_fill(sees_no_key.squeeze(-1), -math.inf)
+
+
+def _differentiated(attend, q, k, v, is_causal, mask, score, softmax_scale, do, dlse) -> Result:
+    mask = mask if mask is not None else causal() if is_causal else full()
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    o, lse = attend(_as_4d(q), _as_4d(k), _as_4d(v), softmax_scale=scale, mask=mask, score=score)
+    o, lse = o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
+    outputs = [(out, grad.detach().cpu().to(out.dtype)) for out, grad in ((o, do), (lse, dlse)) if grad is not None]
+    if not outputs:
+        return Result(o.detach(), lse.detach())
+    outs, grads = zip(*outputs, strict=True)
+    grads = torch.autograd.grad(outs, (q, k, v), grads, allow_unused=True, materialize_grads=True)
+    return Result(o.detach(), lse.detach(), *grads)
+
+
+def _as_4d(x: Tensor) -> Tensor:
+    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def max_error(got: Tensor, want: Tensor) -> float:
+    """Return the largest absolute difference; NaN counts as infinite, equal infinities as 0."""
+    got, want = got.detach().cpu().double(), want.detach().cpu().double()
+    assert got.shape == want.shape, f"shape {tuple(got.shape)}, want {tuple(want.shape)}"
+    error = torch.where(got == want, 0.0, (got - want).abs()).nan_to_num(nan=math.inf)
+    return error.max().item() if error.numel() else 0.0
+
+
+def assert_accurate(got: Tensor, ref64: Tensor, plain: Tensor, factor: float = FORWARD_FACTOR, name: str = "") -> None:
+    """Assert the accuracy rule; where plain overflows, its error counts as one rounding of the largest value."""
+    plain_error = max_error(plain, ref64)
+    if not math.isfinite(plain_error):
+        finite = ref64[ref64.isfinite()]
+        plain_error = torch.finfo(plain.dtype).eps * (finite.abs().max().item() if finite.numel() else 0.0)
+    error, bound = max_error(got, ref64), factor * plain_error + ABSOLUTE
+    assert error <= bound, f"{name or 'result'}: max error {error:.3g}, want <= {bound:.3g} (plain: {plain_error:.3g})"
+
+
+def assert_result_accurate(got: Result, ref64: Result, plain: Result) -> None:
+    """Assert the accuracy rule for every field that both ``got`` and ``ref64`` have."""
+    for name, ours, want, theirs in zip(Result._fields, got, ref64, plain, strict=True):
+        if ours is not None and want is not None and theirs is not None:
+            assert_accurate(ours, want, theirs, BACKWARD_FACTOR if name.startswith("d") else FORWARD_FACTOR, name)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem; ``str()`` is its test id."""
+
+    batch: int = 2
+    heads_q: int = 2
+    heads_kv: int = 2
+    seqlen_q: int = 33
+    seqlen_k: int = 33
+    head_dim: int = 16
+    head_dim_v: int | None = None
+    is_causal: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
+        heads = f"h{self.heads_q}" + (f"kv{self.heads_kv}" if self.heads_kv != self.heads_q else "")
+        kind = "causal" if self.is_causal else "full"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"b{self.batch}-{heads}-{self.seqlen_q}x{self.seqlen_k}-{dims}-{kind}-{dtype}"
+
+    @property
+    def mask(self) -> Mask:
+        return causal() if self.is_causal else full()
+
+    def tensors(self, seed: int = 0, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k, v, do ``(b, h, n, d)`` and dlse ``(b, hq, sq)``, standard normal."""
+        generator = torch.Generator().manual_seed(seed)
+        width_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        shapes = (
+            (self.batch, self.heads_q, self.seqlen_q, self.head_dim),
+            (self.batch, self.heads_kv, self.seqlen_k, self.head_dim),
+            (self.batch, self.heads_kv, self.seqlen_k, width_v),
+            (self.batch, self.heads_q, self.seqlen_q, width_v),
+        )
+        q, k, v, do = (torch.randn(shape, generator=generator).to(device, self.dtype) for shape in shapes)
+        lse_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        dlse = torch.randn(shapes[0][:3], generator=generator).to(device, lse_dtype)
+        return q, k, v, do, dlse
+
+
+SHAPES = [  # (heads_q, heads_kv, seqlen_q, seqlen_k): odd, single, both directions of unequal, grouped
+    (2, 2, 33, 33),
+    (2, 2, 1, 1),
+    (2, 2, 1, 70),
+    (2, 2, 70, 1),
+    (2, 2, 17, 130),
+    (2, 2, 130, 17),
+    (6, 2, 65, 65),
+    (4, 1, 31, 64),
+]
+EMPTY_SHAPES = [(2, 2, 0, 5), (2, 2, 5, 0), (2, 2, 0, 0), (0, 0, 5, 5)]
+
+
+def cases(*, dtypes=(torch.float32,), shapes=tuple(SHAPES), head_dims=(16,), causal=(False, True)) -> list[Case]:
+    """Return the product of shapes, head dims, causal or not, and dtypes as cases."""
+    return [
+        Case(2, hq, hkv, sq, sk, d, None, c, dtype)
+        for (hq, hkv, sq, sk) in shapes
+        for d in head_dims
+        for c in causal
+        for dtype in dtypes
+    ]
