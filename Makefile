@@ -34,7 +34,7 @@ setup: .venv/.ready  ## install everything into .venv
 	    rm -rf .venv; \
 	    echo "$(PYTHON) cannot make a virtual environment: install its venv module (on Debian and Ubuntu: python3-venv)" >&2; exit 1; }
 	@echo "== installing $(TORCH) (once, minutes on a slow network)"
-	@$(PIP) "$(TORCH)"
+	@$(BIN)/python -m pip --disable-pip-version-check install "$(TORCH)"
 	@echo "== installing flashtile and its test tools"
 	@$(PIP) --editable ".[test]"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || { echo "== installing $(TRITON)"; $(PIP) "$(TRITON)"; } || \
