@@ -1,0 +1,180 @@
+"""Which backend serves a request, with which launch configurations, and why not another one."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.kernel import backend as backends
+from flashtile.kernel import check, launch
+from flashtile.kernel.layout import as_4d
+
+_GPU_TYPES = ("cuda", "xpu")  # ROCm devices are called "cuda" too
+
+
+class Problem(NamedTuple):
+    """All that decides which kernel serves a request; a tuple, because it is built and hashed on every eager call."""
+
+    device_type: str
+    arch: str
+    dtype: torch.dtype
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    is_causal: bool
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Problem:
+        """Read the problem off checked 4-D tensors."""
+        batch, heads_q, seqlen_q, head_dim = q.shape
+        _, heads_kv, seqlen_k, head_dim_v = v.shape
+        device_type, arch = _device(q.device)
+        return cls(
+            device_type, arch, q.dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, is_causal
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"q ({self.batch}, {self.heads_q}, {self.seqlen_q}, {self.head_dim}), "
+            f"k ({self.batch}, {self.heads_kv}, {self.seqlen_k}, {self.head_dim}), "
+            f"v ({self.batch}, {self.heads_kv}, {self.seqlen_k}, {self.head_dim_v}), "
+            f"{str(self.dtype).removeprefix('torch.')} on {self.arch}, "
+            f"{'causal' if self.is_causal else 'every query sees every key'}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer: which backend, why, its launch configurations, and why each other backend was not chosen."""
+
+    backend: str
+    reason: str
+    launch: Mapping[str, launch.LaunchConfig] = field(default_factory=dict)
+    rejected: Mapping[str, str] = field(default_factory=dict)
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[str, str]:
+    return device.type, "cpu" if device.type == "cpu" else launch.arch_of(device)
+
+
+def interpreting() -> bool:
+    """Return whether Triton's kernels run in its interpreter (``TRITON_INTERPRET=1``), and so on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def has_triton() -> bool:
+    """Return whether the package triton is installed, without importing it."""
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _refusal(name: str, problem: Problem) -> tuple[type[Exception], str] | None:
+    """Return why backend ``name`` cannot serve ``problem``, as an error's type and text, or None if it can."""
+    on = problem.device_type
+    if name == "cpu":
+        return None if on == "cpu" else (ValueError, f"serves CPU tensors, not those on {on}")
+    if on not in _GPU_TYPES and on != "cpu":
+        return ValueError, f"serves tensors on {' or '.join(_GPU_TYPES)}, not on {on}"
+    if on == "cpu" and not interpreting():
+        return ValueError, (
+            "serves GPU tensors; for CPU tensors set TRITON_INTERPRET=1 in the environment (slow, for tests)"
+        )
+    if problem.dtype is torch.float64:
+        return TypeError, "computes in float32 at most, not in float64 (the CPU and FlashAttentionMock do)"
+    if not has_triton():
+        return ModuleNotFoundError, "needs the package triton, which is not installed (pip install triton)"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def select(problem: Problem, backend: str | None = None) -> Plan:
+    """Return the plan for ``problem``: the backend asked for, or else the fastest that can serve it.
+
+    GPU tensors are served by Triton; CPU tensors by PyTorch, or by Triton's interpreter when TRITON_INTERPRET=1.
+
+    Raises ValueError, TypeError or ModuleNotFoundError that says what is missing, if none (or the one asked for) can.
+    """
+    if backend is not None and backend not in backends.NAMES:
+        raise ValueError(f"backend is {backend!r}, but wants None or one of {', '.join(map(repr, backends.NAMES))}")
+    refusals = {name: _refusal(name, problem) for name in backends.NAMES}
+    able = [name for name, refusal in refusals.items() if refusal is None]
+    if backend is not None and (refusal := refusals[backend]):
+        raise refusal[0](f"backend {backend!r} {refusal[1]}; asked for {problem}")
+    if not able:
+        reasons = "; ".join(f"backend {name!r} {refusal[1]}" for name, refusal in refusals.items() if refusal)
+        error = next(refusal[0] for refusal in refusals.values() if refusal)
+        raise error(f"no backend serves {problem}: {reasons}")
+    chosen = backend or able[0]  # NAMES lists the fastest first
+    rejected = {
+        name: refusal[1] if refusal else f"could serve this too; {chosen!r} was {'asked for' if backend else 'preferred'}"
+        for name, refusal in refusals.items()
+        if name != chosen
+    }
+    return Plan(chosen, "asked for" if backend else _why(chosen, problem), _launches(chosen, problem), rejected)
+
+
+def _why(name: str, problem: Problem) -> str:
+    if name == "cpu":
+        return "CPU tensors"
+    return "TRITON_INTERPRET=1, so the GPU's kernels run on CPU tensors" if problem.device_type == "cpu" else "GPU tensors"
+
+
+def _launches(name: str, problem: Problem) -> dict[str, launch.LaunchConfig]:
+    if name != "triton":
+        return {}
+    arch = "interpreter" if problem.device_type == "cpu" else problem.arch
+    return {
+        kernel: launch.lookup(kernel, arch, problem.head_dim, problem.head_dim_v, problem.dtype)
+        for kernel in launch.KERNELS
+    }
+
+
+def explain(
+    q: Tensor | Problem,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    backend: str | None = None,
+) -> str:
+    """Return a text that says which backend serves this request and why, with its launch configurations.
+
+    Takes the tensors of ``flash_attention``, or a ``Problem`` (of a GPU that this machine need not have).
+    """
+    if not isinstance(q, Problem):
+        check.attention_inputs(q, k, v)
+        q = Problem.of(as_4d(q), as_4d(_tensor(k)), as_4d(_tensor(v)), is_causal)
+    lines = [f"request       {q}"]
+    try:
+        plan = select(q, backend)
+    except (ValueError, TypeError, ImportError, NotImplementedError) as error:
+        return "\n".join([*lines, f"not served    {error}"])
+    lines.append(f"served by     {plan.backend}: {plan.reason}")
+    lines += [f"{kernel:<14}{_describe(config)}" for kernel, config in plan.launch.items()]
+    lines += [f"not chosen    {name}: {why}" for name, why in plan.rejected.items()]
+    return "\n".join(lines)
+
+
+def _tensor(t: Any) -> Tensor:
+    return t
+
+
+def _describe(config: launch.LaunchConfig) -> str:
+    return (
+        f"{config.block_m} queries x {config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages "
+        f"({config.source})"
+    )

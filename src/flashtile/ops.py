@@ -1,0 +1,169 @@
+"""The passes as PyTorch operators, ``torch.ops.flashtile.forward`` and ``torch.ops.flashtile.backward``.
+
+Compilers, tracers, transforms and policies see each as one opaque call with a schema, and find here what they need to
+know about it: shapes and strides (fake), derivative, autocast rule, vmap rule, FLOPs. No mathematics here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_autograd, register_fake, register_vmap
+from torch.utils.flop_counter import register_flop_formula
+
+from flashtile.kernel import autograd, check
+from flashtile.kernel.layout import empty_in_order_of
+
+DEVICES = ("CPU", "CUDA", "XPU")  # dispatch keys; ROCm devices use CUDA's
+
+_library = Library("flashtile", "DEF")
+# The kernels take any strides, and the fake results below follow them: the compiler may not change them.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_library.define(
+    "forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal, str? backend=None)"
+    " -> (Tensor o, Tensor lse)",
+    tags=_TAGS,
+)
+_library.define(
+    "backward(Tensor? do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse, float softmax_scale,"
+    " bool is_causal, str? backend=None) -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=_TAGS,
+)
+forward = torch.ops.flashtile.forward.default
+backward = torch.ops.flashtile.backward.default
+
+
+# ---- the passes themselves
+
+
+def _forward(q, k, v, softmax_scale, is_causal, backend=None) -> tuple[Tensor, Tensor]:
+    _four_dimensions(q, k, v)
+    return autograd.forward(q, k, v, softmax_scale, is_causal, backend)
+
+
+def _backward(
+    do, q, k, v, o, lse, dlse, softmax_scale, is_causal, backend=None
+) -> tuple[Tensor, Tensor, Tensor]:
+    _four_dimensions(q, k, v)
+    return autograd.backward(do, q, k, v, o, lse, dlse, softmax_scale, is_causal, backend)
+
+
+for _device in DEVICES:
+    _library.impl("forward", _forward, _device)
+    _library.impl("backward", _backward, _device)
+
+
+def _four_dimensions(q, k, v) -> None:
+    check.attention_inputs(q, k, v)
+    if q.ndim != 4:
+        raise ValueError(f"q, k, v have {q.ndim} dimensions, but the operator wants 4; flash_attention takes any number")
+
+
+# ---- fake: shapes, dtypes and strides without computing
+
+
+@register_fake("flashtile::forward", lib=_library)
+def _(q, k, v, softmax_scale, is_causal, backend=None):
+    _four_dimensions(q, k, v)
+    o = empty_in_order_of(q, (*q.shape[:3], v.shape[3]))
+    lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return o, torch.empty(q.shape[:3], dtype=lse_dtype, device=q.device)
+
+
+@register_fake("flashtile::backward", lib=_library)
+def _(do, q, k, v, o, lse, dlse, softmax_scale, is_causal, backend=None):
+    return tuple(empty_in_order_of(t, t.shape) for t in (q, k, v))
+
+
+# ---- autograd
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _derivative(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * len(ctx.options)
+    if do is None and dlse is None:
+        return None, None, None, *nothing
+    grads = backward(do, *ctx.saved_tensors, dlse, *ctx.options)
+    return *(grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False)), *nothing
+
+
+def _once(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(autograd.TWICE)
+
+
+register_autograd("flashtile::forward", _derivative, setup_context=_keep, lib=_library)
+register_autograd("flashtile::backward", _once, lib=_library)
+
+
+# ---- autocast: the cast is outside of the operator, and recorded
+
+
+def _register_autocast(device_type: str, key: str) -> None:
+    def cast_forward(q, k, v, softmax_scale, is_causal, backend=None):
+        q, k, v = autograd.cast_for_autocast(q, k, v)
+        with torch.autocast(device_type, enabled=False):
+            return forward(q, k, v, softmax_scale, is_causal, backend)
+
+    def as_saved(*args):  # the backward pass works in the dtype of what the forward pass saved
+        with torch.autocast(device_type, enabled=False):
+            return backward(*args)
+
+    _library.impl("forward", cast_forward, key)
+    _library.impl("backward", as_saved, key)
+
+
+for _device in DEVICES:
+    _register_autocast(_device.lower(), "Autocast" + _device)
+
+
+# ---- vmap: the new dimension joins the batch
+
+
+def _fold(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    if t is None:
+        return None
+    t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+    return t.flatten(0, 1)
+
+
+@register_vmap("flashtile::forward", lib=_library)
+def _(info, in_dims, q, k, v, *options):
+    folded = (_fold(t, dim, info.batch_size) for t, dim in zip((q, k, v), in_dims, strict=False))
+    results = forward(*folded, *options)
+    return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0, 0)
+
+
+@register_vmap("flashtile::backward", lib=_library)
+def _(info, in_dims, *args):
+    tensors, options = args[:7], args[7:]
+    folded = (_fold(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims, strict=False))
+    results = backward(*folded, *options)
+    return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0, 0, 0)
+
+
+# ---- FLOPs: multiply and add count as two, a causal mask halves them, the backward pass has five products for two
+
+
+def flops(q_shape, k_shape, v_shape, is_causal: bool) -> int:
+    """Return ``2 * batch * heads_q * seqlen_q * seqlen_k * (head_dim + head_dim_v)``, halved if causal."""
+    batch, heads_q, seqlen_q, head_dim = q_shape
+    seqlen_k, head_dim_v = v_shape[-2:]
+    total = 2 * batch * heads_q * seqlen_q * seqlen_k * (head_dim + head_dim_v)
+    return total // 2 if is_causal else total
+
+
+@register_flop_formula(torch.ops.flashtile.forward)
+def _(q_shape, k_shape, v_shape, softmax_scale, is_causal, *args, **kwargs) -> int:
+    return flops(q_shape, k_shape, v_shape, is_causal)
+
+
+@register_flop_formula(torch.ops.flashtile.backward)
+def _(do_shape, q_shape, k_shape, v_shape, o_shape, lse_shape, dlse_shape, softmax_scale, is_causal, *args, **kwargs) -> int:
+    return flops(q_shape, k_shape, v_shape, is_causal) * 5 // 2
