@@ -119,18 +119,18 @@ def select(problem: Problem, backend: str | None = None) -> Plan:
         error = next(refusal[0] for refusal in refusals.values() if refusal)
         raise error(f"no backend serves {problem}: {reasons}")
     chosen = backend or able[0]  # NAMES lists the fastest first
-    rejected = {
-        name: refusal[1] if refusal else f"could serve this too; {chosen!r} was {'asked for' if backend else 'preferred'}"
-        for name, refusal in refusals.items()
-        if name != chosen
-    }
-    return Plan(chosen, "asked for" if backend else _why(chosen, problem), _launches(chosen, problem), rejected)
+    reason = "asked for" if backend else _why(chosen, problem)
+    spare = f"could serve this too, but {chosen!r} was {'asked for' if backend else 'preferred'}"
+    rejected = {name: refusal[1] if refusal else spare for name, refusal in refusals.items() if name != chosen}
+    return Plan(chosen, reason, _launches(chosen, problem), rejected)
 
 
 def _why(name: str, problem: Problem) -> str:
     if name == "cpu":
         return "CPU tensors"
-    return "TRITON_INTERPRET=1, so the GPU's kernels run on CPU tensors" if problem.device_type == "cpu" else "GPU tensors"
+    if problem.device_type == "cpu":
+        return "TRITON_INTERPRET=1, so the GPU's kernels run on CPU tensors"
+    return "GPU tensors"
 
 
 def _launches(name: str, problem: Problem) -> dict[str, launch.LaunchConfig]:

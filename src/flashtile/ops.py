@@ -43,9 +43,7 @@ def _forward(q, k, v, softmax_scale, is_causal, backend=None) -> tuple[Tensor, T
     return autograd.forward(q, k, v, softmax_scale, is_causal, backend)
 
 
-def _backward(
-    do, q, k, v, o, lse, dlse, softmax_scale, is_causal, backend=None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(do, q, k, v, o, lse, dlse, softmax_scale, is_causal, backend=None) -> tuple[Tensor, Tensor, Tensor]:
     _four_dimensions(q, k, v)
     return autograd.backward(do, q, k, v, o, lse, dlse, softmax_scale, is_causal, backend)
 
@@ -58,7 +56,7 @@ for _device in DEVICES:
 def _four_dimensions(q, k, v) -> None:
     check.attention_inputs(q, k, v)
     if q.ndim != 4:
-        raise ValueError(f"q, k, v have {q.ndim} dimensions, but the operator wants 4; flash_attention takes any number")
+        raise ValueError(f"q, k, v have {q.ndim} dimensions, but the operator wants 4 (flash_attention flattens)")
 
 
 # ---- fake: shapes, dtypes and strides without computing
@@ -133,19 +131,25 @@ def _fold(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     return t.flatten(0, 1)
 
 
-@register_vmap("flashtile::forward", lib=_library)
-def _(info, in_dims, q, k, v, *options):
+def _unfold(results: tuple[Tensor, ...], size: int) -> tuple[Tensor, ...]:
+    return tuple(t.view(size, t.shape[0] // max(size, 1), *t.shape[1:]) for t in results)
+
+
+def _vmap_forward(info, in_dims, q, k, v, *options):
     folded = (_fold(t, dim, info.batch_size) for t, dim in zip((q, k, v), in_dims, strict=False))
     results = forward(*folded, *options)
-    return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0, 0)
+    return _unfold(results, info.batch_size), (0, 0)
 
 
-@register_vmap("flashtile::backward", lib=_library)
-def _(info, in_dims, *args):
+def _vmap_backward(info, in_dims, *args):
     tensors, options = args[:7], args[7:]
     folded = (_fold(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims, strict=False))
     results = backward(*folded, *options)
-    return tuple(t.unflatten(0, (info.batch_size, -1)) for t in results), (0, 0, 0)
+    return _unfold(results, info.batch_size), (0, 0, 0)
+
+
+register_vmap("flashtile::forward", _vmap_forward, lib=_library)
+register_vmap("flashtile::backward", _vmap_backward, lib=_library)
 
 
 # ---- FLOPs: multiply and add count as two, a causal mask halves them, the backward pass has five products for two
@@ -165,5 +169,5 @@ def _(q_shape, k_shape, v_shape, softmax_scale, is_causal, *args, **kwargs) -> i
 
 
 @register_flop_formula(torch.ops.flashtile.backward)
-def _(do_shape, q_shape, k_shape, v_shape, o_shape, lse_shape, dlse_shape, softmax_scale, is_causal, *args, **kwargs) -> int:
+def _(do_shape, q_shape, k_shape, v_shape, o_shape, lse_shape, dlse_shape, scale, is_causal, *args, **kwargs) -> int:
     return flops(q_shape, k_shape, v_shape, is_causal) * 5 // 2

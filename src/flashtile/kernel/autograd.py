@@ -47,9 +47,8 @@ def attend(
     if q.ndim == 4:
         return q, k, v, *forward(q, k, v, softmax_scale, is_causal, backend)
     o, lse = forward(as_4d(q), as_4d(k), as_4d(v), softmax_scale, is_causal, backend)
-    # Not views for autograd: users may change results in place.
-    o = torch._unsafe_view(o, (*q.shape[:-1], v.shape[-1]))
-    return q, k, v, o, torch._unsafe_view(lse, q.shape[:-1])
+    # .data: no views for autograd, since users may change results in place.
+    return q, k, v, o.view(*q.shape[:-1], v.shape[-1]).data, lse.view(q.shape[:-1]).data
 
 
 def forward(
@@ -122,17 +121,15 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if do is None and dlse is None:
             return None, None, None, None, None, None, None
-        saved = (*ctx.saved_tensors, dlse)
-        if torch.is_grad_enabled():  # create_graph=True: gradients of gradients must raise, not be zero
-            grads = _Backward.apply(do, *saved, ctx.options)
-        else:
-            grads = _backward(do, *saved, ctx.options)
+        # create_graph=True: gradients of these gradients must raise, not be zero.
+        differentiate = _Backward.apply if torch.is_grad_enabled() else _at_any_rank
+        grads = differentiate(do, *ctx.saved_tensors, dlse, ctx.options)  # pyright: ignore[reportCallIssue]
         needs = ctx.needs_input_grad
         return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), None, None, None, None
 
 
-def _backward(do, q, k, v, o, lse, dlse, options) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward pass at any rank."""
+def _at_any_rank(do, q, k, v, o, lse, dlse, options) -> tuple[Tensor, Tensor, Tensor]:
+    """Flatten, ``backward``, and give the gradients their inputs' shapes back."""
     if q.ndim == 4:
         return _no_autocast(do, q, k, v, o, lse, dlse, *options)
     flat_do = None if do is None else as_4d(do)
@@ -153,7 +150,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _backward(*args)
+        return _at_any_rank(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -47,7 +47,9 @@ def _dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.ndim == k.ndim == v.ndim:
-        raise ValueError(f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions, but want the same number: {_all(q, k, v)}")
+        raise ValueError(
+            f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions, but want the same number: {_all(q, k, v)}"
+        )
     if q.ndim > 3 and not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         raise ValueError(
             f"q, k, v have leading (batch) dimensions {tuple(q.shape[:-3])}, {tuple(k.shape[:-3])}, "
@@ -59,7 +61,9 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if heads_kv != heads_v:
         raise ValueError(f"k has {heads_kv} heads and v has {heads_v}, but both want heads_kv: {_all(q, k, v)}")
     if heads_q != heads_kv and (heads_kv == 0 or heads_q % heads_kv != 0):
-        raise ValueError(f"q has {heads_q} heads, but wants a multiple of the {heads_kv} heads of k and v: {_all(q, k, v)}")
+        raise ValueError(
+            f"q has {heads_q} heads, but wants a multiple of the {heads_kv} heads of k and v: {_all(q, k, v)}"
+        )
     if seqlen_k != seqlen_v:
         raise ValueError(f"k has {seqlen_k} keys and v has {seqlen_v}, but want the same seqlen_k: {_all(q, k, v)}")
     if head_dim != head_dim_k:

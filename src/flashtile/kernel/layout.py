@@ -29,7 +29,7 @@ def empty_in_order_of(t: Tensor, shape: Sequence[int], dtype: torch.dtype | None
 
 
 def as_4d(t: Tensor) -> Tensor:
-    """Return ``(..., heads, n, d)`` as a view ``(batch, heads, n, d)``, copied only if the leading dims cannot merge."""
+    """Return ``(..., heads, n, d)`` as ``(batch, heads, n, d)``: a view, unless the leading dims cannot merge."""
     if t.ndim == 4:
         return t
     if t.ndim == 3:
