@@ -135,7 +135,7 @@ class _Tile(NamedTuple):
         ``(b, hq, m, c)`` -> ``(b, hkv, hq / hkv * m, c)``, in the accumulation dtype. Transposed products of such
         tensors sum over the group by themselves, which is just what dk and dv need.
         """
-        batch, heads_q, m, c = x.shape
+        batch, _, m, c = x.shape
         return x.to(accumulation_dtype(x.dtype)).reshape(batch, self.heads_kv, self.group * m, c)
 
     def unstack(self, x: Tensor) -> Tensor:
