@@ -1,0 +1,362 @@
+"""The training loop: draw batches, accumulate gradients, clip, step, report, save."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from flashtile.llm.checkpoint import check_config, read_checkpoint, restore, save_checkpoint, save_model
+from flashtile.llm.config import ModelConfig, TrainingConfig
+from flashtile.llm.data import TokenDataset, check_length, get_batch, prepare_data, windows
+from flashtile.llm.functional import IGNORE_INDEX, cross_entropy
+from flashtile.llm.metrics import History, MetricLog, device_name, flops_per_token, peak_flops
+from flashtile.llm.optimizer import clip_gradients, cosine_lr, make_optimizer
+from flashtile.llm.transformer import TransformerLM
+
+Batch = tuple[Tensor, Tensor]
+
+
+def train(
+    model_config: ModelConfig,
+    training_config: TrainingConfig,
+    out_dir: Path | str,
+    *,
+    data: Path | str | TokenDataset | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> History:
+    """Train a model and leave it in `out_dir`: `model/`, `checkpoint.pt`, `metrics.jsonl`, `tensorboard/`, `data/`.
+
+    Args:
+        data: text file or folder, None for the Python standard library's sources, or a dataset from `prepare_data`.
+        resume: continue the run in `out_dir` from its checkpoint. On a CPU every later number is, bit for bit, what an
+            uninterrupted run gives.
+        overwrite: start afresh although `out_dir` holds a run.
+        console: where progress is shown; `Console(quiet=True)` for silence.
+
+    Returns:
+        the losses and speeds of all steps, those before a resumption included. Ctrl-C ends the run after the current
+        step, with a checkpoint, and `interrupted` is set.
+
+    Raises:
+        FileNotFoundError, ValueError: for missing data or checkpoints, and values that do not fit together.
+        FileExistsError: if `out_dir` holds a run and neither `resume` nor `overwrite` says what to do with it.
+        FloatingPointError: if the loss is no longer finite.
+    """
+    console = console or Console()
+    run = Path(out_dir)
+    checkpoint_path = run / "checkpoint.pt"
+    if checkpoint_path.exists() and not (resume or overwrite):
+        raise FileExistsError(f"{run} holds a run already: resume it (resume=True) or start afresh (overwrite=True)")
+    saved = read_checkpoint(checkpoint_path) if resume else None
+    if saved is not None:
+        check_config(saved["extra"]["model_config"], model_config)
+    if isinstance(data, TokenDataset):
+        dataset = data
+    else:
+        dataset = prepare_data(
+            data,
+            vocab_size=model_config.vocab_size,
+            val_fraction=training_config.val_fraction,
+            cache_dir=run / "data",
+            say=console.print,
+        )
+    if dataset.tokenizer.vocab_size > model_config.vocab_size:
+        raise ValueError(
+            f"vocab_size must hold the tokenizer's {dataset.tokenizer.vocab_size} tokens, got {model_config.vocab_size}"
+        )
+    check_length(dataset.train, model_config.context_length, "the training split")
+    check_length(dataset.val, model_config.context_length, "the validation split")
+    trainer = Trainer(model_config, training_config, dataset, run, saved)
+    if saved is None:
+        # What an earlier run left must not be taken for this one's if this one is killed before it saves.
+        checkpoint_path.unlink(missing_ok=True)
+        shutil.rmtree(run / "model", ignore_errors=True)
+    return trainer.run(console)
+
+
+class Trainer:
+    """A run in progress: the model, its optimizer, the place in the data, and the log."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        config: TrainingConfig,
+        dataset: TokenDataset,
+        run: Path,
+        saved: dict | None = None,
+    ) -> None:
+        """Build everything, at step 0 or where the checkpoint `saved` left off."""
+        self.config, self.dataset, self.directory = config, dataset, run
+        self.device = resolve_device(config.device)
+        self.autocast_dtype = resolve_dtype(config.dtype, self.device)
+        torch.manual_seed(config.seed)
+        # Weights are drawn on the CPU, so one seed means one model on every device.
+        self.model = TransformerLM.from_config(model_config).to(self.device)
+        self.model.activation_checkpointing = config.activation_checkpointing
+        if config.compile:
+            self.model.compile()
+        self.optimizer = make_optimizer(self.model, config)
+        self.data_order = torch.Generator().manual_seed(config.seed)
+        self.step = 0
+        self.changed: dict[str, tuple] = {}
+        if saved is not None:
+            self._resume(saved)
+        self.log = MetricLog(run, resume_step=self.step, tensorboard=config.tensorboard)
+        self.tokens_per_step = config.batch_size * config.grad_accumulation * model_config.context_length
+        peak = peak_flops(device_name(self.device)) if self.autocast_dtype == torch.bfloat16 else None
+        self.mfu_per_token_rate = flops_per_token(model_config) / peak if peak else None
+        self._pending: list[tuple[int, Tensor, float, Tensor]] = []
+
+    def _resume(self, saved: dict) -> None:
+        extra = saved["extra"]
+        if extra["data_key"] != self.dataset.key:
+            raise ValueError(
+                f"data: the checkpoint was trained on other data or another tokenizer "
+                f"(key {extra['data_key']}, now {self.dataset.key})"
+            )
+        now = self.config.to_dict()
+        self.changed = {
+            name: (old, now[name]) for name, old in extra["training_config"].items() if now.get(name, old) != old
+        }
+        restore(saved, self.model, self.optimizer)
+        self.step = saved["iteration"]
+        self.data_order.set_state(extra["data_order"])
+        torch.set_rng_state(extra["rng"])
+        if self.device.type == "cuda" and extra["cuda_rng"]:
+            torch.cuda.set_rng_state_all(extra["cuda_rng"])
+
+    def run(self, console: Console) -> History:
+        """Train up to `config.steps` and return the history."""
+        config = self.config
+        self._announce(console)
+        progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        try:
+            with progress, catch_interrupt() as interrupted:
+                task = progress.add_task("", total=config.steps, completed=self.step, status="")
+                self._clock = time.perf_counter()
+                self._clock_step = self.step
+                while self.step < config.steps and not interrupted.is_set():
+                    self.train_step()
+                    last = self.step == config.steps
+                    if last or interrupted.is_set() or self.step % config.log_interval == 0:
+                        progress.update(task, status=self._flush())
+                    if last or self.step % config.eval_interval == 0:
+                        self._validate(progress.console)
+                    if last or interrupted.is_set() or self.step % config.checkpoint_interval == 0:
+                        self.save()
+                    progress.update(task, completed=self.step)
+            self.log.history.interrupted = self.step < config.steps
+            save_model(self.model, self.dataset.tokenizer, self.directory / "model")
+        finally:
+            self.log.close()
+        if self.log.history.interrupted:
+            console.print(
+                f"Stopped after step {self.step}; the checkpoint is saved. Resume with: "
+                f"[bold]flashtile train --resume --out-dir {self.directory}[/bold]"
+            )
+        return self.log.history
+
+    def _announce(self, console: Console) -> None:
+        model = self.model.config
+        console.print(
+            f"{self.model.num_parameters() / 1e6:.1f} M parameters, attention {model.attention!r}, "
+            f"{device_name(self.device)}, {str(self.autocast_dtype).removeprefix('torch.')}, "
+            f"{self.tokens_per_step:,} tokens a step; a uniform guess has loss {math.log(model.vocab_size):.2f}."
+        )
+        if self.step:
+            changed = "".join(f"; {name} {old} -> {new}" for name, (old, new) in self.changed.items())
+            console.print(f"Resuming after step {self.step}{changed}.")
+
+    def train_step(self) -> None:
+        """Do one optimizer step; its loss and gradient norm stay on the device until the next flush."""
+        config = self.config
+        context_length = self.model.config.context_length
+        lr = cosine_lr(self.step + 1, config.max_lr, config.min_lr, config.warmup_steps, config.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        batches = [
+            get_batch(self.dataset.train, config.batch_size, context_length, self.device, self.data_order)
+            for _ in range(config.grad_accumulation)
+        ]
+        self.model.train()
+        loss = accumulate_gradients(self.model, batches, self.autocast_dtype)
+        norm = clip_gradients(self.model.parameters(), config.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self._pending.append((self.step, loss, lr, norm))
+
+    def _flush(self) -> str:
+        """Write the pending steps to the log and return a line about the last one."""
+        rows = [
+            {"step": step, "loss": float(loss), "lr": lr, "grad_norm": float(norm)}
+            for step, loss, lr, norm in self._pending
+        ]
+        self._pending.clear()
+        if not rows:
+            return ""
+        speed = (self.step - self._clock_step) * self.tokens_per_step / (time.perf_counter() - self._clock)
+        rows[-1]["tokens_per_second"] = speed
+        status = f"loss {rows[-1]['loss']:.3f}  {speed:,.0f} tokens/s"
+        if self.mfu_per_token_rate is not None:
+            rows[-1]["mfu"] = speed * self.mfu_per_token_rate
+            status += f"  MFU {rows[-1]['mfu']:.1%}"
+        for row in rows:
+            self.log.write(row)
+        self.log.flush()
+        bad = next((row for row in rows if not math.isfinite(row["loss"])), None)
+        if bad is not None:
+            raise FloatingPointError(
+                f"the loss of step {bad['step']} is {bad['loss']}; a lower max_lr than {self.config.max_lr} may help"
+            )
+        self._restart_clock()
+        return status
+
+    def _restart_clock(self) -> None:
+        self._clock, self._clock_step = time.perf_counter(), self.step
+
+    def _validate(self, console: Console) -> None:
+        self._flush()
+        loss = evaluate(
+            self.model, self.dataset.val, self.config.eval_sequences, self.config.batch_size, self.autocast_dtype
+        )
+        self.log.write({"step": self.step, "val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0))})
+        self.log.flush()
+        train_loss = self.log.history.train[-1]["loss"]
+        console.print(
+            f"step {self.step:>6,}   training loss {train_loss:.3f}   "
+            f"validation loss {loss:.3f}, perplexity {math.exp(min(loss, 700.0)):,.1f}"
+        )
+        self._restart_clock()
+
+    def save(self) -> None:
+        """Write `checkpoint.pt`: all that the next step depends on."""
+        self._flush()  # the log must not lack a step that the checkpoint has
+        extra = {
+            "model_config": self.model.config.to_dict(),
+            "training_config": self.config.to_dict(),
+            "data_key": self.dataset.key,
+            "data_order": self.data_order.get_state(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
+        }
+        save_checkpoint(self.model, self.optimizer, self.step, self.directory / "checkpoint.pt", extra=extra)
+        self._restart_clock()
+
+
+def accumulate_gradients(
+    model: nn.Module, batches: Sequence[Batch], autocast_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Add to the parameters' gradients that of the mean loss over all trained tokens of all batches; return that loss.
+
+        loss = sum_b sum_t -log p(target_bt) / (number of trained tokens in all batches)
+
+    A mean of the batches' means would weigh a token by how few others its batch has.
+
+    Args:
+        batches: `(inputs, targets)` pairs, each small enough for one forward and backward pass; targets equal to
+            `IGNORE_INDEX` are not trained on.
+        autocast_dtype: type of the matrix products; float32 switches autocast off.
+    """
+    num_tokens = torch.stack([(targets != IGNORE_INDEX).sum() for _, targets in batches]).sum().clamp_min(1)
+    total = None
+    for inputs, targets in batches:
+        with autocast(inputs.device, autocast_dtype):
+            logits = model(inputs)
+        loss = cross_entropy(logits, targets, reduction="sum") / num_tokens
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    if total is None:
+        raise ValueError("batches must not be empty")
+    return total
+
+
+@torch.no_grad()
+def evaluate(
+    model: TransformerLM,
+    tokens: np.ndarray,
+    num_sequences: int,
+    batch_size: int,
+    autocast_dtype: torch.dtype = torch.float32,
+) -> float:
+    """Return the mean loss per token, in nats, over `num_sequences` windows spread evenly over `tokens`."""
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    context_length = model.config.context_length
+    last = len(tokens) - context_length - 1
+    starts = np.unique(np.linspace(0, last, num_sequences).astype(np.int64))
+    total = torch.zeros((), dtype=torch.float64)
+    for first in range(0, len(starts), batch_size):
+        inputs, targets = windows(tokens, starts[first : first + batch_size], context_length, device)
+        with autocast(device, autocast_dtype):
+            logits = model(inputs)
+        total += cross_entropy(logits, targets, reduction="sum").double().cpu()
+    model.train(was_training)
+    return float(total) / (len(starts) * context_length)
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Return the context in which matrix products run in `dtype`; float32 means as they are."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device of that name; "auto" is the GPU if there is one. ValueError if it is not here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be 'auto' or a torch device such as 'cpu' or 'cuda:0', got {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} was asked for, but torch sees no GPU")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the autocast type; "auto" is bfloat16 on a GPU and float32 elsewhere."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+@contextmanager
+def catch_interrupt() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into an event, so a step can finish; a second one interrupts at once as usual."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
+        yield event
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def handle(signum: int, frame: object) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, previous)
