@@ -1,0 +1,338 @@
+"""The command line: thin commands, each of which calls a public function.
+
+A command is a function whose annotated arguments tyro turns into flags and whose docstring is its ``--help``, up to the
+line ``Args:``. Everything heavy is imported inside the command that needs it, so that ``flashtile --help`` is instant.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+BENCHMARKS = {
+    "flash-attention": ("bench_mark_flash_attention", "flash_attention against its peers: time, TFLOP/s, memory"),
+    "atten": ("bench_mark_atten", "the plain attention modules of flashtile.llm, eager and compiled: the baseline"),
+    "llama": ("bench_mark_llama", "a LLaMA-7B-shaped attention layer and block at 2,048 tokens"),
+    "overhead": ("bench_mark_overhead", "microseconds per call at a tiny shape"),
+    "tune": ("tune_launch", "find block sizes for this GPU and write the launch table"),
+}
+INTERRUPTED = 130  # the exit status by which shells know Ctrl-C
+
+
+def demo(
+    out_dir: Path = Path("runs/demo"),
+    data: Path | None = None,
+    steps: int | None = None,
+    attention: Literal["flash", "naive", "sdpa"] = "flash",
+    prompt: str = "def ",
+) -> int:
+    """Train a small language model in about two minutes, plot its loss, and sample from it.
+
+    Examples:
+      flashtile demo
+      flashtile demo --data notes/ --prompt "Dear "     (any text file, or a folder of them)
+      flashtile demo --steps 50 --attention naive
+
+    Args:
+        out_dir: Gets the model, its loss plot and the metrics; a second run starts afresh in it.
+        data: Text file or folder to learn; None means the Python standard library's sources.
+        steps: Optimizer steps; None means the preset's.
+        attention: Who computes attention: flashtile, the readable dense module, or torch.
+        prompt: Beginning of the sample.
+    """
+    from flashtile.llm.demo import run_demo
+
+    history = run_demo(out_dir, attention=attention, steps=steps, data=data, prompt=prompt)
+    return INTERRUPTED if history.interrupted else 0
+
+
+@dataclass
+class TrainOptions:
+    """What the other options' defaults depend on, and where a run takes place."""
+
+    preset: Literal["demo", "gpt2-124m"] = "demo"
+    """Where the defaults of the model's and the training's options come from."""
+    data: Path | None = None
+    """Text file or folder to learn; None means the Python standard library's sources."""
+    out_dir: Path = Path("runs/train")
+    """Gets the model, the checkpoint and the metrics."""
+    resume: bool = False
+    """Go on with the run in out_dir, with the options it was started with unless others are given."""
+    overwrite: bool = False
+    """Start afresh although out_dir holds a run."""
+
+
+def train(args: Sequence[str]) -> int:
+    """Train a language model, or go on with a run that was stopped. Ctrl-C saves a checkpoint first.
+
+    Examples:
+      flashtile train --data book.txt --out-dir runs/book --steps 2000 --d-model 256
+      flashtile train --resume --out-dir runs/book --data book.txt
+      flashtile train --preset gpt2-124m --compile --attention sdpa
+    """
+    from flashtile.llm import training
+    from flashtile.llm.checkpoint import read_checkpoint
+    from flashtile.llm.config import PRESETS, ModelConfig, TrainingConfig
+
+    without_help = [arg for arg in args if arg not in ("-h", "--help")]
+    known, _ = tyro.cli(TrainOptions, args=without_help, config=_STYLE, return_unknown_args=True, add_help=False)
+    model, schedule = PRESETS[known.preset]
+    if known.resume and len(without_help) == len(args):
+        saved = read_checkpoint(known.out_dir / "checkpoint.pt")["extra"]
+        model, schedule = ModelConfig(**saved["model_config"]), TrainingConfig(**saved["training_config"])
+    everything = make_dataclass(
+        "Options",
+        [
+            ("model", Annotated[ModelConfig, tyro.conf.OmitArgPrefixes], field(default=model)),
+            ("training", Annotated[TrainingConfig, tyro.conf.OmitArgPrefixes], field(default=schedule)),
+        ],
+        bases=(TrainOptions,),
+    )
+    chosen = _parse(everything, "train", _description(train), args)
+    history = training.train(
+        chosen.model,
+        chosen.training,
+        chosen.out_dir,
+        data=chosen.data,
+        resume=chosen.resume,
+        overwrite=chosen.overwrite,
+    )
+    return INTERRUPTED if history.interrupted else 0
+
+
+def generate(
+    prompt: tyro.conf.Positional[str] = "def ",
+    /,
+    model: Path = Path("runs/demo/model"),
+    max_new_tokens: int = 256,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = 0.95,
+    seed: int | None = None,
+    stop: tuple[str, ...] = (),
+    device: str = "auto",
+    attention: Literal["flash", "naive", "sdpa"] | None = None,
+) -> None:
+    """Continue a text with a trained model, printing it as it is made.
+
+    Examples:
+      flashtile generate "class Stack:"
+      flashtile generate "import " --temperature 0.5 --top-k 40 --seed 1
+      flashtile generate "def main(" --model runs/book/model --stop "\\n\\n"
+
+    Args:
+        prompt: Beginning of the text.
+        model: Folder that `flashtile train` or `flashtile demo` wrote.
+        max_new_tokens: Most tokens to add.
+        temperature: Logits are divided by this; 0 always takes the likeliest token.
+        top_k: Draw from the k likeliest tokens only.
+        top_p: Draw from the fewest likeliest tokens whose probabilities reach this sum.
+        seed: The same seed gives the same text.
+        stop: Strings that end the text; \\n means a new line.
+        device: Torch device, or "auto": the GPU if there is one.
+        attention: Who computes attention; None means as in training.
+    """
+    from flashtile.llm import SamplingConfig, load_model, stream
+    from flashtile.llm.training import resolve_device
+
+    stop = tuple(text.replace("\\n", "\n") for text in stop)
+    sampling = SamplingConfig(max_new_tokens, temperature, top_k, top_p, seed, stop)
+    try:
+        lm, tokenizer = load_model(model, resolve_device(device), attention=attention)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; `flashtile demo` makes one in two minutes") from error
+    print(prompt, end="", flush=True)
+    for piece in stream(lm, tokenizer, prompt, sampling):
+        print(piece, end="", flush=True)
+    print()
+
+
+def explain(
+    batch: int = 1,
+    heads: int = 8,
+    heads_kv: int | None = None,
+    seqlen: int = 1024,
+    seqlen_k: int | None = None,
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    dtype: Literal["fp16", "bf16", "fp32", "fp64"] = "bf16",
+    causal: bool = False,
+    device: str = "auto",
+    backend: str | None = None,
+) -> None:
+    """Say which kernel serves a shape, with which tiles, and why no other one does.
+
+    Examples:
+      flashtile explain --seqlen 4096 --head-dim 128 --causal
+      flashtile explain --heads 32 --heads-kv 8 --device sm_90     (a GPU that need not be here)
+      flashtile explain --dtype fp64 --device cpu --backend triton
+
+    Args:
+        batch: Number of sequences.
+        heads: Query heads.
+        heads_kv: Key/value heads; None means as many as query heads.
+        seqlen: Queries per sequence.
+        seqlen_k: Keys per sequence; None means as many as queries.
+        head_dim: Width of queries and keys.
+        head_dim_v: Width of values; None means head_dim.
+        dtype: Element type.
+        causal: Whether a query sees only keys up to its own place.
+        device: "cpu", "cuda", an architecture such as sm_90 or gfx942, or "auto": the GPU if there is one.
+        backend: Ask for this backend, and learn whether it can.
+    """
+    import torch
+
+    from flashtile import dispatch
+    from flashtile.kernel import check, launch
+
+    element = getattr(torch, DTYPES[dtype])
+    heads_kv, seqlen_k, head_dim_v = (
+        default if given is None else given
+        for given, default in ((heads_kv, heads), (seqlen_k, seqlen), (head_dim_v, head_dim))
+    )
+    shapes = (
+        (batch, heads, seqlen, head_dim),
+        (batch, heads_kv, seqlen_k, head_dim),
+        (batch, heads_kv, seqlen_k, head_dim_v),
+    )
+    for name, size in (
+        ("batch", batch),
+        ("heads", heads),
+        ("heads-kv", heads_kv),
+        ("seqlen", seqlen),
+        ("seqlen-k", seqlen_k),
+    ):
+        if size < 0:
+            raise ValueError(f"--{name} is {size}, but wants 0 or more")
+    check.attention_inputs(*(torch.empty(shape, dtype=element, device="meta") for shape in shapes))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch finds no GPU; name the architecture instead, for example sm_90")
+    if device in ("cpu", "cuda"):
+        kind, arch = device, "cpu" if device == "cpu" else launch.arch_of(torch.device("cuda"))
+    else:
+        kind, arch = "cuda", device
+    problem = dispatch.Problem(
+        kind, arch, element, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, causal
+    )
+    print(dispatch.explain(problem, backend=backend))
+
+
+def doctor() -> int:
+    """Say what works on this machine, check it with numbers, and tell what to do about the rest.
+
+    The exit status is 1 if a self-check fails.
+
+    Examples:
+      flashtile doctor
+      TRITON_INTERPRET=1 flashtile doctor      (the GPU's kernels too, in Triton's interpreter)
+    """
+    from rich.console import Console
+
+    from flashtile.doctor import report
+
+    return 0 if report(Console()) else 1
+
+
+def bench(args: Sequence[str]) -> None:
+    """Measure attention: flash-attention, atten, llama, overhead, tune; each has its own --help.
+
+    Examples:
+      flashtile bench flash-attention --head-dim 64 128 --seq-len 1024 4096
+      flashtile bench llama --help
+    """
+    kind, rest = _choose("flashtile bench", {n: text for n, (_, text) in BENCHMARKS.items()}, args, _description(bench))
+    # The script reads its own options; this is the name its usage line shows.
+    sys.argv[0] = f"flashtile bench {kind}"
+    importlib.import_module(f"flashtile.bench_mark.{BENCHMARKS[kind][0]}").main(rest)
+
+
+COMMANDS: dict[str, Callable[..., int | None]] = {
+    "demo": demo,
+    "train": train,
+    "generate": generate,
+    "bench": bench,
+    "explain": explain,
+    "doctor": doctor,
+}
+_READ_THEIR_ARGUMENTS = (train, bench)  # the others' arguments are read off their signatures
+_STYLE = (tyro.conf.FlagCreatePairsOff,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """flashtile: exact attention in pure Python.
+
+    Examples:
+      flashtile demo                                train a small language model, then sample from it
+      flashtile generate "class Stack:"             continue a text with that model
+      flashtile explain --seqlen 4096 --causal      which kernel serves a shape, and why
+      flashtile doctor                              what works on this machine
+
+    Each command has its own --help. After an error, flashtile --traceback COMMAND ... shows where it came from.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] == ["--version"]:
+        from flashtile import __version__
+
+        print(f"flashtile {__version__}")
+        return 0
+    traceback = args[:1] == ["--traceback"]
+    summaries = {name: _description(command).split("\n")[0] for name, command in COMMANDS.items()}
+    name, rest = _choose("flashtile", summaries, args[traceback:], _description(main))
+    command = COMMANDS[name]
+    try:
+        status = (
+            command(rest) if command in _READ_THEIR_ARGUMENTS else _parse(command, name, _description(command), rest)
+        )
+    except KeyboardInterrupt:
+        print("\nflashtile: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, TypeError, ArithmeticError, OSError, ImportError, NotImplementedError) as error:
+        if traceback:
+            raise
+        print(f"flashtile: {error}", file=sys.stderr)
+        return 2
+    return status or 0
+
+
+def _parse(target: Callable[..., Any], name: str, description: str, args: Sequence[str]) -> Any:
+    return tyro.cli(target, prog=f"flashtile {name}", description=description, args=args, config=_STYLE)
+
+
+def _choose(prog: str, summaries: dict[str, str], args: Sequence[str], description: str) -> tuple[str, list[str]]:
+    """Split the arguments into a subcommand and what follows; without a valid one, print help or the error and exit."""
+    if args and args[0] in summaries:
+        return args[0], list(args[1:])
+    # Stubs instead of the commands, whose arguments would take heavy imports to describe.
+    stubs = {name: _stub(summary) for name, summary in summaries.items()}
+    tyro.extras.subcommand_cli_from_dict(stubs, prog=prog, description=description, args=args or ["--help"])
+    raise AssertionError("unreachable: tyro exits without a valid subcommand")
+
+
+def _stub(summary: str) -> Callable[[], None]:
+    def stub() -> None: ...
+
+    stub.__doc__ = summary
+    return stub
+
+
+def _description(command: Callable[..., Any]) -> str:
+    """The docstring up to ``Args:``, as it is written."""
+    return (inspect.getdoc(command) or "").split("\nArgs:")[0].strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
