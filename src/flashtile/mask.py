@@ -35,6 +35,8 @@ def jitted(fn: Callable) -> Any:
     """Return ``triton.jit(fn)``, the same object for the same function, importing Triton only now."""
     import triton
 
+    # The interpreter insists on seeing triton.language among the globals of every function that it runs.
+    fn.__globals__.setdefault("_triton_language", triton.language)
     return triton.jit(fn)
 
 

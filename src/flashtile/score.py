@@ -10,6 +10,7 @@ A score is two plain Python functions and their runtime arguments; like masks th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,3 +38,23 @@ class Score:
     def on_device(self) -> DeviceScore:
         """Return the form that kernels take."""
         return DeviceScore(jitted(self.forward), jitted(self.derivative), self.args)
+
+
+def _identity_forward(where, q_idx, k_idx, s, args):
+    return s
+
+
+def _identity_derivative(where, q_idx, k_idx, s, args):
+    return 1.0
+
+
+@functools.cache
+def identity() -> Score:
+    """Leave every logit as it is, but scale logits before the row maximum is taken."""
+    return Score("identity", _identity_forward, _identity_derivative)
+
+
+def for_scale(score: Score | None, softmax_scale: float) -> Score | None:
+    """Return the score that a kernel must use: without one it takes the row maximum before scaling, right for
+    positive scales only, so that other scales get ``identity()``."""
+    return identity() if score is None and softmax_scale <= 0 else score

@@ -1,0 +1,255 @@
+"""The portable backward pass in Triton: two kernels, no atomics, bit-identical from run to run, O(n) memory.
+
+    P = exp(score(S) - lse)     dP = dO V^T     delta = rowsum(dO * O) - dlse     dS = P * (dP - delta) * score'(S)
+    dQ = softmax_scale dS K     dK = softmax_scale dS^T Q     dV = P^T dO
+
+``backward_dq_kernel`` owns BLOCK_M query rows, computes delta on the way and sums dQ over key tiles.
+``backward_dkdv_kernel`` owns BLOCK_N keys of one kv head and sums dK, dV over the query tiles of every query head that
+reads it. Both recompute P from the saved log-sum-exp in ``backward_tile``. The scores are computed twice (7 matmuls
+instead of 5); in exchange nothing is accumulated in global memory and the sums have one order.
+Source: Dao et al., FlashAttention (2022), algorithm 4; the derivation is in docs/derivation.md.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashtile.kernel import launch
+from flashtile.kernel.layout import empty_in_order_of
+from flashtile.kernel.tile import (
+    LOG2E,
+    dot_add,
+    dot_rows,
+    dot_transposed,
+    head_dim_chunks,
+    load_per_row,
+    load_rows,
+    lse_to_log2,
+    scale_rows,
+    store_rows,
+    tile_bounds,
+    zero_rows,
+)
+from flashtile.mask import Mask
+from flashtile.score import Score, for_scale
+from flashtile.seqlen import Where
+
+__all__ = ["backward", "backward_dkdv_kernel", "backward_dq_kernel"]
+
+_Where = tl.constexpr(Where)
+
+
+@triton.jit
+def backward_tile(s, dp, lse_log2, delta, q_idx, k_idx, where, softmax_scale, mask, score, MASKED: tl.constexpr):
+    """Return (P, dS) of one tile; every argument broadcasts, so queries may run along either axis."""
+    if score is None:
+        p = tl.exp2(s * (softmax_scale * LOG2E) - lse_log2)
+    else:
+        s = s * softmax_scale
+        p = tl.exp2(score.forward(where, q_idx, k_idx, s, score.args) * LOG2E - lse_log2)
+    if MASKED:
+        visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < where.seqlen_k) & (q_idx < where.seqlen_q)
+        p = tl.where(visible, p, 0.0)
+    ds = p * (dp - delta)
+    if score is not None:
+        ds = ds * score.derivative(where, q_idx, k_idx, s, score.args)
+    return p, ds
+
+
+@triton.jit
+def dq_tile(
+    n_block, dq, q, do, lse_log2, delta, k_src, v_src, k_strides, v_strides, where, head_kv, offs_m, softmax_scale,
+    mask, score, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add one key tile's share to dQ (still without softmax_scale)."""
+    start_n = n_block * BLOCK_N
+    k_idx = (start_n + tl.arange(0, BLOCK_N))[None, :]
+    k = load_rows(k_src, k_strides, where.batch, head_kv, start_n, where.seqlen_k, BLOCK_N, HEAD_DIM, CHUNKS, MASKED)
+    v = load_rows(v_src, v_strides, where.batch, head_kv, start_n, where.seqlen_k, BLOCK_N, HEAD_DIM_V, CHUNKS_V, MASKED)
+    s = dot_transposed(q, k)
+    dp = dot_transposed(do, v)
+    _, ds = backward_tile(s, dp, lse_log2[:, None], delta[:, None], offs_m[:, None], k_idx, where, softmax_scale,
+                          mask, score, MASKED)  # fmt: skip
+    return dot_add(ds, k, dq)
+
+
+@triton.jit(do_not_specialize=["num_heads_q", "heads_per_kv", "seqlen_q", "seqlen_k"])
+def backward_dq_kernel(
+    do_src, q_src, k_src, v_src, o_ptr, lse_ptr, dlse_ptr, dq_ptr, lse_log2_ptr, delta_ptr,
+    do_strides, q_strides, k_strides, v_strides, o_strides, dq_strides, row_stride,
+    softmax_scale, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, mask, score,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (m_block, head, batch) writes dQ, delta and the LSE in log2 of BLOCK_M query rows."""
+    num_m_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    m_block = num_m_blocks - 1 - tl.program_id(0) % num_m_blocks
+    head = (tl.program_id(0) // num_m_blocks) % num_heads_q
+    batch = tl.program_id(0) // num_m_blocks // num_heads_q
+    head_kv = head // heads_per_kv
+    where = _Where(batch, head, seqlen_q, seqlen_k)
+
+    start_m = m_block * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    inside = offs_m < seqlen_q
+    q = load_rows(q_src, q_strides, batch, head, start_m, seqlen_q, BLOCK_M, HEAD_DIM, CHUNKS, True)
+    do = load_rows(do_src, do_strides, batch, head, start_m, seqlen_q, BLOCK_M, HEAD_DIM_V, CHUNKS_V, True)
+    o = load_rows(o_ptr, o_strides, batch, head, start_m, seqlen_q, BLOCK_M, HEAD_DIM_V, CHUNKS_V, True)
+    row = batch.to(tl.int64) * num_heads_q + head
+    delta = dot_rows(do, o)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + row * seqlen_q + offs_m, mask=inside, other=0.0)
+    lse_log2 = lse_to_log2(tl.load(lse_ptr + row * seqlen_q + offs_m, mask=inside, other=0.0))
+    tl.store(delta_ptr + row * row_stride + offs_m, delta, mask=inside)
+    tl.store(lse_log2_ptr + row * row_stride + offs_m, lse_log2, mask=inside)
+
+    bounds = mask.key_range(where, start_m, tl.minimum(start_m + BLOCK_M, seqlen_q), mask.args)
+    first, full_first, full_end, end = tile_bounds(bounds, seqlen_k, BLOCK_N)
+    dq = zero_rows(BLOCK_M, CHUNKS)
+    for n_block in tl.range(first, full_first):
+        dq = dq_tile(n_block, dq, q, do, lse_log2, delta, k_src, v_src, k_strides, v_strides, where, head_kv, offs_m,
+                     softmax_scale, mask, score, HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, True)  # fmt: skip
+    for n_block in tl.range(full_first, full_end):
+        dq = dq_tile(n_block, dq, q, do, lse_log2, delta, k_src, v_src, k_strides, v_strides, where, head_kv, offs_m,
+                     softmax_scale, mask, score, HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, False)  # fmt: skip
+    for n_block in tl.range(full_end, end):
+        dq = dq_tile(n_block, dq, q, do, lse_log2, delta, k_src, v_src, k_strides, v_strides, where, head_kv, offs_m,
+                     softmax_scale, mask, score, HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, True)  # fmt: skip
+    store_rows(dq_ptr, dq_strides, batch, head, start_m, seqlen_q, scale_rows(dq, softmax_scale), HEAD_DIM, CHUNKS)
+
+
+@triton.jit
+def dkdv_tile(
+    m_block, state, k, v, q_src, do_src, lse_log2_src, delta_src, q_strides, do_strides, row_stride, row, where, offs_n,
+    softmax_scale, mask, score, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, CHUNKS: tl.constexpr,
+    CHUNKS_V: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add one query tile's share to dK (still without softmax_scale) and dV.
+
+    Scores are held transposed, ``[BLOCK_N, BLOCK_M]``: P^T and dS^T then are left operands, fed from registers.
+    """
+    dk, dv = state
+    start_m = m_block * BLOCK_M
+    q_idx = (start_m + tl.arange(0, BLOCK_M))[None, :]
+    length = where.seqlen_q
+    q = load_rows(q_src, q_strides, where.batch, where.head, start_m, length, BLOCK_M, HEAD_DIM, CHUNKS, MASKED)
+    do = load_rows(do_src, do_strides, where.batch, where.head, start_m, length, BLOCK_M, HEAD_DIM_V, CHUNKS_V, MASKED)
+    lse_log2 = load_per_row(lse_log2_src, row_stride, row, start_m, length, BLOCK_M, MASKED)
+    delta = load_per_row(delta_src, row_stride, row, start_m, length, BLOCK_M, MASKED)
+    s = dot_transposed(k, q)
+    dp = dot_transposed(v, do)
+    p, ds = backward_tile(s, dp, lse_log2[None, :], delta[None, :], q_idx, offs_n[:, None], where, softmax_scale,
+                          mask, score, MASKED)  # fmt: skip
+    dv = dot_add(p, do, dv)
+    dk = dot_add(ds, q, dk)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["num_heads_q", "heads_per_kv", "seqlen_q", "seqlen_k"])
+def backward_dkdv_kernel(
+    do_src, q_src, k_src, v_src, lse_log2_src, delta_src, dk_ptr, dv_ptr,
+    do_strides, q_strides, k_strides, v_strides, dk_strides, dv_strides, row_stride,
+    softmax_scale, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, mask, score,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (n_block, kv head, batch) writes dK and dV of BLOCK_N keys, summed over the group's query heads."""
+    num_n_blocks = tl.cdiv(seqlen_k, BLOCK_N)
+    # The first keys are seen by most queries under a causal mask, so the natural order starts with the long tiles.
+    n_block = tl.program_id(0) % num_n_blocks
+    num_heads_kv = num_heads_q // heads_per_kv
+    head_kv = (tl.program_id(0) // num_n_blocks) % num_heads_kv
+    batch = tl.program_id(0) // num_n_blocks // num_heads_kv
+
+    start_n = n_block * BLOCK_N
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    k = load_rows(k_src, k_strides, batch, head_kv, start_n, seqlen_k, BLOCK_N, HEAD_DIM, CHUNKS, True)
+    v = load_rows(v_src, v_strides, batch, head_kv, start_n, seqlen_k, BLOCK_N, HEAD_DIM_V, CHUNKS_V, True)
+    state = (zero_rows(BLOCK_N, CHUNKS), zero_rows(BLOCK_N, CHUNKS_V))
+    for in_group in tl.range(0, heads_per_kv):
+        head = head_kv * heads_per_kv + in_group
+        where = _Where(batch, head, seqlen_q, seqlen_k)
+        row = batch * num_heads_q + head
+        bounds = mask.query_range(where, start_n, tl.minimum(start_n + BLOCK_N, seqlen_k), mask.args)
+        first, full_first, full_end, end = tile_bounds(bounds, seqlen_q, BLOCK_M)
+        # Keys past the sequence are dead rows of P^T: zeros in K and V, and never stored. So "full" still holds.
+        for m_block in tl.range(first, full_first):
+            state = dkdv_tile(m_block, state, k, v, q_src, do_src, lse_log2_src, delta_src, q_strides, do_strides,
+                              row_stride, row, where, offs_n, softmax_scale, mask, score,
+                              HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, True)  # fmt: skip
+        for m_block in tl.range(full_first, full_end):
+            state = dkdv_tile(m_block, state, k, v, q_src, do_src, lse_log2_src, delta_src, q_strides, do_strides,
+                              row_stride, row, where, offs_n, softmax_scale, mask, score,
+                              HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, False)  # fmt: skip
+        for m_block in tl.range(full_end, end):
+            state = dkdv_tile(m_block, state, k, v, q_src, do_src, lse_log2_src, delta_src, q_strides, do_strides,
+                              row_stride, row, where, offs_n, softmax_scale, mask, score,
+                              HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_M, True)  # fmt: skip
+    dk, dv = state
+    store_rows(dk_ptr, dk_strides, batch, head_kv, start_n, seqlen_k, scale_rows(dk, softmax_scale), HEAD_DIM, CHUNKS)
+    store_rows(dv_ptr, dv_strides, batch, head_kv, start_n, seqlen_k, dv, HEAD_DIM_V, CHUNKS_V)
+
+
+def backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    *,
+    softmax_scale: float,
+    mask: Mask,
+    score: Score | None = None,
+    config_dq: launch.LaunchConfig | None = None,
+    config_dkdv: launch.LaunchConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ``(dq, dk, dv)`` for the gradients ``do`` of o and ``dlse`` of the log-sum-exp (None: zero).
+
+    Shapes as in ``flash_attention_triton.forward``; every tensor may have any strides. Memory beyond the gradients:
+    two fp32 numbers per query row (delta and the LSE in log2).
+    """
+    score = for_scale(score, softmax_scale)
+    batch, num_heads_q, seqlen_q, head_dim = q.shape
+    num_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
+    dq, dk, dv = (empty_in_order_of(t, t.shape) for t in (q, k, v))
+    if seqlen_q == 0 or batch * num_heads_q == 0:
+        return dq, dk.zero_(), dv.zero_()
+    arch = launch.arch_of(q.device)
+    config_dq = config_dq or launch.lookup("backward_dq", arch, head_dim, head_dim_v, q.dtype)
+    config_dkdv = config_dkdv or launch.lookup("backward_dkdv", arch, head_dim, head_dim_v, q.dtype)
+    # Rows of 16 bytes at least, so that the copy engine can read them.
+    row_stride = triton.cdiv(seqlen_q, 4) * 4
+    lse_log2, delta = torch.empty((2, batch * num_heads_q, row_stride), dtype=torch.float32, device=q.device)
+    scalars = (softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k)
+    values = (mask.on_device(), score.on_device() if score else None)
+    sizes = {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "CHUNKS": head_dim_chunks(head_dim),
+        "CHUNKS_V": head_dim_chunks(head_dim_v),
+    }
+    with launch.on_device(q.device):
+        config = config_dq
+        (do_src, do_strides), (q_src, q_strides) = (launch.operand(t, config.block_m) for t in (do, q))
+        (k_src, k_strides), (v_src, v_strides) = (launch.operand(t, config.block_n) for t in (k, v))
+        backward_dq_kernel[(triton.cdiv(seqlen_q, config.block_m) * num_heads_q * batch,)](
+            do_src, q_src, k_src, v_src, o, lse, None if dlse is None else dlse.contiguous(), dq, lse_log2, delta,
+            do_strides, q_strides, k_strides, v_strides, o.stride(), dq.stride(), row_stride, *scalars, *values,
+            **sizes, BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options(),
+        )  # fmt: skip
+        if seqlen_k == 0:
+            return dq, dk, dv
+        config = config_dkdv
+        (do_src, do_strides), (q_src, q_strides) = (launch.operand(t, config.block_m) for t in (do, q))
+        (k_src, k_strides), (v_src, v_strides) = (launch.operand(t, config.block_n) for t in (k, v))
+        lse_log2_src, delta_src = (launch.row_operand(t, seqlen_q, config.block_m) for t in (lse_log2, delta))
+        backward_dkdv_kernel[(triton.cdiv(seqlen_k, config.block_n) * num_heads_kv * batch,)](
+            do_src, q_src, k_src, v_src, lse_log2_src, delta_src, dk, dv,
+            do_strides, q_strides, k_strides, v_strides, dk.stride(), dv.stride(),
+            row_stride if lse_log2_src is lse_log2 else None, *scalars, *values,
+            **sizes, BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options(),
+        )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,134 @@
+"""Launch configurations: the only place with tile numbers.
+
+The numbers live in ``launch_table.json``, one row per (architecture, kernel, largest head_dim served, bits per element),
+with a note of where they come from: a measurement (device and date, written by ``bench_mark/tune_launch.py``) or the
+compiler's report of registers and shared memory. Nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+
+import torch
+
+KERNELS = ("forward", "backward_dq", "backward_dkdv")
+
+# Architectures that share the table rows of another one: the same shared-memory limit and matrix instructions.
+_SAME_ROWS = {
+    "sm_87": "sm_80",
+    "sm_89": "sm_86",
+    "sm_101": "sm_100",
+    "sm_103": "sm_100",
+    "sm_120": "sm_86",
+    "sm_121": "sm_86",
+    "gfx90a": "gfx942",
+    "gfx950": "gfx942",
+}
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Tile sizes and launch options of one kernel: block_m query rows by block_n keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    source: str = "given by the caller"
+
+    def options(self) -> dict[str, int]:
+        """Return the options that Triton's launcher takes."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+@functools.cache
+def table() -> dict[tuple[str, str, int], list[tuple[int, LaunchConfig]]]:
+    """Return the launch table: (arch, kernel, bits) to (largest head_dim, config) pairs in rising order."""
+    rows = json.loads(resources.files("flashtile.kernel").joinpath("launch_table.json").read_text())
+    result: dict[tuple[str, str, int], list[tuple[int, LaunchConfig]]] = {}
+    for row in rows:
+        config = LaunchConfig(*(row[key] for key in ("block_m", "block_n", "num_warps", "num_stages", "source")))
+        result.setdefault((row["arch"], row["kernel"], row["bits"]), []).append((row["head_dim"], config))
+    for entries in result.values():
+        entries.sort(key=lambda entry: entry[0])
+    return result
+
+
+@functools.cache
+def arch_of(device: torch.device) -> str:
+    """Return the architecture's name: ``sm_90`` for CUDA, ``gfx942`` for ROCm, ``interpreter`` for CPU tensors."""
+    if device.type != "cuda":
+        return "interpreter"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+@functools.cache
+def lookup(kernel: str, arch: str, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> LaunchConfig:
+    """Return the configuration of ``kernel`` (one of KERNELS) for the larger of the two head dimensions.
+
+    Raises NotImplementedError for an architecture or head dimension without a row.
+    """
+    rows_of = _SAME_ROWS.get(arch, arch)
+    entries = table().get((rows_of, kernel, dtype.itemsize * 8))
+    if entries is None:
+        known = ", ".join(sorted({key[0] for key in table()} | set(_SAME_ROWS)))
+        raise NotImplementedError(f"no launch configuration for {kernel} on {arch} in {dtype}; known: {known}")
+    widest = max(head_dim, head_dim_v)
+    for largest, config in entries:
+        if widest <= largest:
+            return config
+    raise NotImplementedError(f"head_dim {widest} is above {entries[-1][0]}, the largest that {kernel} serves on {arch}")
+
+
+def operand(t: torch.Tensor, block_rows: int) -> tuple[object, tuple[int, ...]]:
+    """Return a (batch, heads, rows, columns) tensor as a kernel takes it: a source and its strides.
+
+    On sm_90 and later a 16-bit tensor that the copy engine can describe (a power of two columns, the last stride 1,
+    rows, heads and batches 16 bytes apart or a multiple) becomes a descriptor of ``block_rows`` whole rows, with empty
+    strides; any other is passed as it is. ``tile.load_rows`` reads both.
+    """
+    columns = t.shape[3]
+    if (
+        t.device.type == "cuda"
+        and t.element_size() == 2
+        and columns >= 16
+        and columns & (columns - 1) == 0
+        and has_copy_engine(t.device)
+        and t.stride(3) == 1
+        and (t.stride(0) | t.stride(1) | t.stride(2)) % 8 == 0
+        and t.data_ptr() % 16 == 0
+        and t.numel() > 0
+    ):
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, block_rows, columns]), ()
+    return t, t.stride()
+
+
+def row_operand(t: torch.Tensor, length: int, block_rows: int) -> object:
+    """Return per-query numbers, ``t`` of (rows, row_stride) with ``length`` valid ones, as a descriptor or as it is."""
+    if t.device.type == "cuda" and has_copy_engine(t.device):
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(t, [t.shape[0], length], [t.stride(0), 1], [1, block_rows])
+    return t
+
+
+@functools.cache
+def has_copy_engine(device: torch.device) -> bool:
+    """Return whether the GPU has the bulk tensor copy engine (CUDA, compute capability 9.0 and later)."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Make ``device`` the current one for a launch, at no cost when it is already (or is no GPU)."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
