@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 from rich.console import Console
@@ -18,35 +19,66 @@ Job = TypeVar("Job")
 _FEWEST_JOBS = 3  # starting a process costs about as much as one compilation
 
 
-def in_processes(
-    work: Callable[[Job], str], jobs: Sequence[Job], seconds: float = 300.0, processes: int | None = None
-) -> list[str | None]:
-    """Return ``work(job)`` of every job, None for those that were not done in time; ``work`` returns a reason or "".
+class Pool:
+    """Worker processes that live until the ``with`` block ends; a compiler that crashes takes only its job with it."""
 
-    A process that dies (a compiler crash) is a reason too.
-    """
-    if not jobs:
-        return []
-    processes = processes or max(1, min(len(jobs), (os.cpu_count() or 2) - 1))
-    results: list[str | None] = [None] * len(jobs)
-    deadline = time.monotonic() + seconds
-    executor = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        futures = {executor.submit(work, job): i for i, job in enumerate(jobs)}
-        for future in as_completed(futures, timeout=max(0.1, deadline - time.monotonic())):
-            value, reason = attempt(future.result)
-            results[futures[future]] = reason if value is None else value
-    except TimeoutError:
-        pass
-    finally:
-        workers = list((executor._processes or {}).values())
-        executor.shutdown(wait=False, cancel_futures=True)
-        # Work still running is past its deadline; nothing waits for it.
+    def __init__(self, processes: int | None = None) -> None:
+        self.processes = processes or max(1, (os.cpu_count() or 2) - 1)
+        self._executor: concurrent.futures.ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        """End the workers, also those in the middle of a job."""
+        if self._executor is None:
+            return
+        workers = list((self._executor._processes or {}).values())
+        self._executor.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
-            if any(result is None for result in results):
-                worker.terminate()
+            worker.terminate()
             worker.join(timeout=5)
-    return results
+        self._executor = None
+
+    def run(
+        self, work: Callable[[Job], str], jobs: Sequence[Job], seconds: float, retries: int = 2
+    ) -> list[str | None]:
+        """Return ``work(job)`` of every job: a reason, "" for success, None where the time was over first."""
+        results: list[str | None] = [None] * len(jobs)
+        if not jobs or seconds <= 0:
+            return results
+        deadline = time.monotonic() + seconds
+        if self._executor is None:
+            context = multiprocessing.get_context("spawn")  # a forked child cannot use CUDA
+            self._executor = concurrent.futures.ProcessPoolExecutor(min(self.processes, len(jobs)), context)
+        futures = {self._executor.submit(work, job): i for i, job in enumerate(jobs)}
+        broken = False
+        try:
+            for future in concurrent.futures.as_completed(futures, timeout=seconds):
+                error = future.exception()
+                broken |= isinstance(error, BrokenProcessPool)
+                if error is None:
+                    results[futures[future]] = future.result()
+                elif not broken:
+                    results[futures[future]] = f"{type(error).__name__}: {error}"
+        except concurrent.futures.TimeoutError:
+            pass
+        if None in results:
+            self._stop()
+        if broken:
+            # Nobody knows which job did it: the rest is tried again, at last one by one.
+            rest = [i for i, result in enumerate(results) if result is None]
+            groups = [rest] if retries > 1 else [[i] for i in rest]
+            for group in groups if retries else ():
+                left = deadline - time.monotonic()
+                for i, result in zip(group, self.run(work, [jobs[i] for i in group], left, retries - 1), strict=True):
+                    results[i] = result
+            if not retries:
+                results = ["the compiler crashed" if result is None else result for result in results]
+        return results
 
 
 def _compile_case(job: tuple[Case, bool]) -> str:
@@ -69,5 +101,7 @@ def compile_ahead(cases: Sequence[Case], backward: bool, console: Console, secon
     if len(small) < _FEWEST_JOBS:
         return
     start = time.monotonic()
-    in_processes(_compile_case, [(case, backward) for case in sorted(small, key=str)], seconds)
-    console.print(f"compiled {len(small)} variants in {time.monotonic() - start:.1f} s", highlight=False)
+    with Pool() as pool:
+        results = pool.run(_compile_case, [(case, backward) for case in sorted(small, key=str)], seconds)
+    done = sum(result == "" for result in results)
+    console.print(f"compiled {done} of {len(small)} variants in {time.monotonic() - start:.1f} s", highlight=False)

@@ -108,11 +108,11 @@ class Prepared:
     def __init__(self, provider: Provider, case: Case, inputs: Inputs) -> None:
         self.provider = provider
         self.case = case
-        self._attention = provider.build(case)
-        self._qkv = [self._laid_out(t).detach() for t in (inputs.q, inputs.k, inputs.v)]
+        self.attention = provider.build(case)
+        self.qkv = [self._laid_out(t).detach() for t in (inputs.q, inputs.k, inputs.v)]
         self._do = self._laid_out(inputs.do)
         # Fresh views of the same memory: each provider grows its own graph.
-        self._leaves = [t.detach().requires_grad_() for t in self._qkv]
+        self.leaves = [t.detach().requires_grad_() for t in self.qkv]
         self._o: torch.Tensor | None = None
 
     def _laid_out(self, t: torch.Tensor) -> torch.Tensor:
@@ -130,17 +130,17 @@ class Prepared:
     def timed(self, mode: str) -> Timed:
         """Return what the clock calls; for "backward" this runs the forward pass once."""
         if mode == "forward":
-            return Timed(lambda: self._attention(*self._qkv), self._forward_context)
+            return Timed(lambda: self.attention(*self.qkv), self._forward_context)
         if mode == "both":
             return Timed(self._both, self.provider.context)
         if self._o is None:
             with self.provider.context():
-                self._o = self._attention(*self._leaves)
+                self._o = self.attention(*self.leaves)
         o = self._o
-        return Timed(lambda: torch.autograd.grad(o, self._leaves, self._do, retain_graph=True), self.provider.context)
+        return Timed(lambda: torch.autograd.grad(o, self.leaves, self._do, retain_graph=True), self.provider.context)
 
     def _both(self) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(self._attention(*self._leaves), self._leaves, self._do)
+        return torch.autograd.grad(self.attention(*self.leaves), self.leaves, self._do)
 
     def outputs(self, backward: bool) -> dict[str, torch.Tensor]:
         """Run once and return o, and dq, dk, dv if asked for."""
