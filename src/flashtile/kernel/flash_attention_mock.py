@@ -24,7 +24,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import einx
 import torch
 from torch import Tensor
 
@@ -323,9 +322,12 @@ class FlashAttentionMock(torch.autograd.Function):
         return o
 
     @staticmethod
-    def backward(ctx, *grad_outputs: Tensor):
-        differentiate = _naive_backward if ctx.naive else _BlockwiseBackward.apply
-        grads = differentiate(*grad_outputs, *ctx.saved_tensors, ctx.is_causal)
+    def backward(ctx, do: Tensor):
+        q, k, v, o, lse = ctx.saved_tensors
+        if ctx.naive:
+            grads = _naive_backward(do, q, k, v, ctx.is_causal)
+        else:
+            grads = _BlockwiseBackward.apply(do, q, k, v, o, lse, ctx.is_causal)
         return *grads, None, None
 
 
@@ -337,14 +339,20 @@ def _flatten(x: Tensor) -> Tensor:
     """``(..., n, d)`` -> ``(1, prod(...), n, d)``: the leading dimensions become the heads of one batch entry."""
     if x.numel() == 0:  # einx refuses axes of length 0
         return x.reshape(1, math.prod(x.shape[:-2]), *x.shape[-2:])
-    return einx.id("... n d -> 1 (...) n d", x)
+    import einx  # not above: it takes 0.9 s, and the CPU path imports this file for the tiles alone
+
+    return einx.id("... n d -> 1 (...) n d", x)  # pyright: ignore[reportPrivateImportUsage]  (its public name)
 
 
-def _naive_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool):
-    """Gradients as an expression of do, q, k and v alone, so that autograd can differentiate it again."""
-    flat_q, flat_k, flat_v = _flatten(q), _flatten(k), _flatten(v)
-    o, lse = dense_attention(flat_q, flat_k, flat_v, **_rules(q, is_causal))
-    dq, dk, dv = dense_backward(_flatten(do), flat_q, flat_k, flat_v, o, lse, **_rules(q, is_causal))
+def _flatten_lse(lse: Tensor) -> Tensor:
+    return _flatten(lse[..., None]).squeeze(-1)
+
+
+def _naive_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients as an expression of do, q, k and v alone, so that autograd can differentiate it again."""
+    rules = _rules(q, is_causal)
+    o, lse = dense_attention(_flatten(q), _flatten(k), _flatten(v), **rules)
+    dq, dk, dv = dense_backward(_flatten(do), _flatten(q), _flatten(k), _flatten(v), o, lse, **rules)
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
@@ -352,9 +360,9 @@ class _BlockwiseBackward(torch.autograd.Function):
     """``blockwise_backward`` as a node of its own, so that differentiating it again ends in words."""
 
     @staticmethod
-    def forward(ctx, do, q, k, v, o, lse, is_causal):
-        flat = [_flatten(x) for x in (do, q, k, v, o)]
-        dq, dk, dv = blockwise_backward(*flat, lse.reshape(1, -1, lse.shape[-1]), None, **_rules(q, is_causal))
+    def forward(ctx, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool):
+        flat = (_flatten(do), _flatten(q), _flatten(k), _flatten(v), _flatten(o), _flatten_lse(lse))
+        dq, dk, dv = blockwise_backward(*flat, None, **_rules(q, is_causal))
         return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
     @staticmethod
@@ -380,7 +388,6 @@ def _flash_attn_backward_compiled(
 
     q, k, v, o, do ``(..., n, d)``, lse ``(..., n)`` natural log. Compiled at the first call, never at import.
     """
-    flat = [_flatten(x) for x in (do, q, k, v, o)]
-    flat_lse = lse.reshape(1, math.prod(lse.shape[:-1]), lse.shape[-1])
-    dq, dk, dv = _compiled_dense_backward()(*flat, flat_lse, **_rules(q, is_causal))
+    flat = (_flatten(do), _flatten(q), _flatten(k), _flatten(v), _flatten(o), _flatten_lse(lse))
+    dq, dk, dv = _compiled_dense_backward()(*flat, **_rules(q, is_causal))
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
