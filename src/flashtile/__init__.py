@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flashtile.kernel.flash_attention_mock import FlashAttentionMock
 
 _HOME = {
-    "FlashAttention": "flashtile.kernel.autograd",
+    "FlashAttention": "flashtile.attention",  # not from the kernels: so that its operators are there too
     "FlashAttentionMock": "flashtile.kernel.flash_attention_mock",
     "explain": "flashtile.dispatch",
     "flash_attention": "flashtile.attention",

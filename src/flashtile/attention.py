@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from flashtile import ops
 from flashtile.kernel import check
-from flashtile.kernel.autograd import FlashAttention, attend, cast_for_autocast
+from flashtile.kernel.autograd import FlashAttention, attend, autocasts, cast_for_autocast
 from flashtile.kernel.layout import as_4d
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -106,7 +106,7 @@ def flash_attention(
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return FlashAttention.apply(q, k, v, is_causal, softmax_scale, return_lse, backend)  # pyright: ignore
     else:
-        *_, o, lse = attend(q, k, v, is_causal, softmax_scale, backend)
+        (*_, o, lse), _ = attend(q, k, v, is_causal, softmax_scale, backend)
     return (o, lse) if return_lse else o
 
 
@@ -125,12 +125,13 @@ def _must_be_an_operator(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _operator(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, softmax_scale: float | None, backend: str | None
 ) -> tuple[Tensor, Tensor]:
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+    if autocasts(q):
         q, k, v = cast_for_autocast(q, k, v)
     check.attention_inputs(q, k, v)
     check.options(is_causal, softmax_scale)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    o, lse = ops.forward(as_4d(q), as_4d(k), as_4d(v), scale, is_causal, backend)
+    operator: Any = ops.Forward.apply if torch._C._are_functorch_transforms_active() else ops.forward
+    o, lse = operator(as_4d(q), as_4d(k), as_4d(v), scale, is_causal, backend)
     if q.ndim == 4:
         return o, lse
     return o.view(*q.shape[:-1], v.shape[-1]), lse.view(q.shape[:-1])

@@ -6,6 +6,7 @@ know about it: shapes and strides (fake), derivative, autocast rule, vmap rule, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,26 +79,58 @@ def _(do, q, k, v, o, lse, dlse, softmax_scale, is_causal, backend=None):
 # ---- autograd
 
 
-def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)
+class Forward(torch.autograd.Function):
+    """``forward`` with its derivative: registered with the operator, and called as it is under torch.func transforms.
+
+    (Those cannot differentiate through an operator that is registered from Python.)
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return forward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, *ctx.options = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        nothing = (None,) * len(ctx.options)
+        if do is None and dlse is None:
+            return None, None, None, *nothing
+        differentiate = Backward.apply if torch._C._are_functorch_transforms_active() else backward
+        grads: Any = differentiate(do, *ctx.saved_tensors, dlse, *ctx.options)
+        return *(grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False)), *nothing
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
+        return _vmap(Forward.apply, info, in_dims, args)
 
 
-def _derivative(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * len(ctx.options)
-    if do is None and dlse is None:
-        return None, None, None, *nothing
-    grads = backward(do, *ctx.saved_tensors, dlse, *ctx.options)
-    return *(grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False)), *nothing
+class Backward(torch.autograd.Function):
+    """``backward``, of which there is no derivative."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return backward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(autograd.TWICE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
+        return _vmap(Backward.apply, info, in_dims, args)
 
 
-def _once(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError(autograd.TWICE)
-
-
-register_autograd("flashtile::forward", _derivative, setup_context=_keep, lib=_library)
-register_autograd("flashtile::backward", _once, lib=_library)
+register_autograd("flashtile::forward", Forward.backward, setup_context=Forward.setup_context, lib=_library)
+register_autograd("flashtile::backward", Backward.backward, lib=_library)
 
 
 # ---- autocast: the cast is outside of the operator, and recorded
@@ -124,32 +157,25 @@ for _device in DEVICES:
 # ---- vmap: the new dimension joins the batch
 
 
-def _fold(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    if t is None:
-        return None
-    t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
-    return t.flatten(0, 1)
+def _vmap(call: Callable[..., Any], info: Any, in_dims: tuple, args: tuple) -> tuple[tuple[Tensor, ...], tuple]:
+    """Run ``call`` on arguments whose tensors have one dimension more (``in_dims``; None: this one has not)."""
+    size = info.batch_size
+
+    def fold(arg: Any, dim: int | None) -> Any:
+        if not isinstance(arg, Tensor):
+            return arg
+        return (arg.expand(size, *arg.shape) if dim is None else arg.movedim(dim, 0)).flatten(0, 1)
+
+    results = call(*(fold(arg, dim) for arg, dim in zip(args, in_dims, strict=True)))
+    return tuple(t.view(size, t.shape[0] // max(size, 1), *t.shape[1:]) for t in results), (0,) * len(results)
 
 
-def _unfold(results: tuple[Tensor, ...], size: int) -> tuple[Tensor, ...]:
-    return tuple(t.view(size, t.shape[0] // max(size, 1), *t.shape[1:]) for t in results)
+def _vmap_of(operator: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda info, in_dims, *args: _vmap(operator, info, in_dims, args)
 
 
-def _vmap_forward(info, in_dims, q, k, v, *options):
-    folded = (_fold(t, dim, info.batch_size) for t, dim in zip((q, k, v), in_dims, strict=False))
-    results = forward(*folded, *options)
-    return _unfold(results, info.batch_size), (0, 0)
-
-
-def _vmap_backward(info, in_dims, *args):
-    tensors, options = args[:7], args[7:]
-    folded = (_fold(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims, strict=False))
-    results = backward(*folded, *options)
-    return _unfold(results, info.batch_size), (0, 0, 0)
-
-
-register_vmap("flashtile::forward", _vmap_forward, lib=_library)
-register_vmap("flashtile::backward", _vmap_backward, lib=_library)
+register_vmap("flashtile::forward", _vmap_of(forward), lib=_library)
+register_vmap("flashtile::backward", _vmap_of(backward), lib=_library)
 
 
 # ---- FLOPs: multiply and add count as two, a causal mask halves them, the backward pass has five products for two

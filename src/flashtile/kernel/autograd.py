@@ -23,6 +23,11 @@ TWICE = (
 )
 
 
+def autocasts(t: Any) -> bool:
+    """Return whether autocast is on for the device of ``t``."""
+    return isinstance(t, Tensor) and not t.is_meta and torch.is_autocast_enabled(t.device.type)
+
+
 def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v in autocast's dtype (float64 stays, as everywhere in torch.amp)."""
     dtype = torch.get_autocast_dtype(q.device.type)
@@ -36,28 +41,59 @@ def _cast(t: Any, dtype: torch.dtype) -> Any:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, softmax_scale: float | None, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return ``(q, k, v, o, lse)`` at any rank, q, k, v as they were used (autocast); nothing is recorded."""
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(device_type := q.device.type):
+) -> tuple[tuple[Tensor, ...], tuple[float, bool, str | None]]:
+    """Check the arguments and run the forward pass at any rank; nothing is recorded.
+
+    Returns ``(q, k, v, o, lse), (softmax_scale, is_causal, backend)`` as they were used, for ``differentiate``: under
+    autocast q, k, v are the cast tensors.
+    """
+    if autocasts(q):
         q, k, v = cast_for_autocast(q, k, v)
-        with torch.autocast(device_type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False):
             return attend(q, k, v, is_causal, softmax_scale, backend)
     check.attention_inputs(q, k, v)
     check.options(is_causal, softmax_scale)
+    options = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale), is_causal, backend
+    # Dynamo reads this function when it meets FlashAttention.apply: show it the operator (flashtile.ops registers it).
+    run: Any = torch.ops.flashtile.forward if torch.compiler.is_compiling() else forward
     if q.ndim == 4:
-        return q, k, v, *forward(q, k, v, softmax_scale, is_causal, backend)
-    o, lse = forward(as_4d(q), as_4d(k), as_4d(v), softmax_scale, is_causal, backend)
-    # .data: no views for autograd, since users may change results in place.
-    return q, k, v, o.view(*q.shape[:-1], v.shape[-1]).data, lse.view(q.shape[:-1]).data
+        return (q, k, v, *run(q, k, v, *options)), options
+    o, lse = run(as_4d(q), as_4d(k), as_4d(v), *options)
+    return (q, k, v, o.view(*q.shape[:-1], v.shape[-1]), lse.view(q.shape[:-1])), options
+
+
+def differentiate(
+    do: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    softmax_scale: float,
+    is_causal: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(dq, dk, dv)`` at any rank, from what ``attend`` returned and the gradients of o and lse."""
+    options = softmax_scale, is_causal, backend
+    if autocasts(q):
+        with torch.autocast(q.device.type, enabled=False):
+            return differentiate(do, q, k, v, o, lse, dlse, *options)
+    run: Any = torch.ops.flashtile.backward if torch.compiler.is_compiling() else backward
+    if q.ndim == 4:
+        return run(do, q, k, v, o, lse, dlse, *options)
+    do_4d = None if do is None else as_4d(do)
+    lse_3d, dlse_3d = (None if t is None else as_4d(t.unsqueeze(-1)).squeeze(-1) for t in (lse, dlse))
+    dq, dk, dv = run(do_4d, as_4d(q), as_4d(k), as_4d(v), as_4d(o), lse_3d, dlse_3d, *options)
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, is_causal: bool, backend: str | None
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     """Return ``(o, lse)`` from the backend that serves the request; q, k, v are checked and 4-D."""
     plan = select(Problem.of(q, k, v, is_causal), backend)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    return load(plan.backend).forward(q, k, v, softmax_scale=scale, mask=_mask(is_causal))
+    return load(plan.backend).forward(q, k, v, softmax_scale=softmax_scale, mask=_mask(is_causal))
 
 
 def backward(
@@ -68,18 +104,18 @@ def backward(
     o: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
-    softmax_scale: float | None,
+    softmax_scale: float,
     is_causal: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(dq, dk, dv)`` from the backend that served the forward pass; every tensor is 4-D (lse 3-D)."""
     plan = select(Problem.of(q, k, v, is_causal), backend)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if do is None:  # only the log-sum-exp was used
         do = o.new_zeros(()).expand(o.shape)
     if dlse is not None:
         dlse = dlse.contiguous()
-    return load(plan.backend).backward(do, q, k, v, o, lse, dlse, softmax_scale=scale, mask=_mask(is_causal))
+    mask_ = _mask(is_causal)
+    return load(plan.backend).backward(do, q, k, v, o, lse, dlse, softmax_scale=softmax_scale, mask=mask_)
 
 
 def _mask(is_causal: bool) -> mask.Mask:
@@ -96,7 +132,8 @@ class FlashAttention(torch.autograd.Function):
     ``return_lse=False`` (return ``(o, lse)``, lse ``[b, n]`` in fp32, natural logarithm, differentiable),
     ``backend=None``. See ``flashtile.flash_attention`` for the rest: masks, errors, what serves which device.
 
-    Saved for the backward pass: q, k, v, o and lse. Differentiable once.
+    Saved for the backward pass: q, k, v, o and lse. Differentiable once. torch.compile sees the operator of
+    ``flashtile.ops``, torch.func transforms want ``flash_attention``.
     """
 
     @staticmethod
@@ -110,11 +147,11 @@ class FlashAttention(torch.autograd.Function):
         return_lse: bool = False,
         backend: str | None = None,
     ) -> Any:
-        q, k, v, o, lse = attend(q, k, v, is_causal, softmax_scale, backend)
-        # Under autocast these are the cast tensors; autograd returns each gradient in its input's dtype.
-        ctx.save_for_backward(q, k, v, o, lse)
+        saved, ctx.options = attend(q, k, v, is_causal, softmax_scale, backend)
+        # Under autocast these are cast tensors; autograd returns each gradient in its input's dtype.
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        ctx.options = softmax_scale, is_causal, backend
+        *_, o, lse = saved
         return (o, lse) if return_lse else o
 
     @staticmethod
@@ -122,35 +159,19 @@ class FlashAttention(torch.autograd.Function):
         if do is None and dlse is None:
             return None, None, None, None, None, None, None
         # create_graph=True: gradients of these gradients must raise, not be zero.
-        differentiate = _Backward.apply if torch.is_grad_enabled() else _at_any_rank
-        grads = differentiate(do, *ctx.saved_tensors, dlse, ctx.options)  # pyright: ignore[reportCallIssue]
+        twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        run: Any = _Once.apply if twice else differentiate
+        grads = run(do, *ctx.saved_tensors, dlse, *ctx.options)
         needs = ctx.needs_input_grad
         return *(grad if need else None for grad, need in zip(grads, needs, strict=False)), None, None, None, None
 
 
-def _at_any_rank(do, q, k, v, o, lse, dlse, options) -> tuple[Tensor, Tensor, Tensor]:
-    """Flatten, ``backward``, and give the gradients their inputs' shapes back."""
-    if q.ndim == 4:
-        return _no_autocast(do, q, k, v, o, lse, dlse, *options)
-    flat_do = None if do is None else as_4d(do)
-    flat_lse, flat_dlse = (None if t is None else as_4d(t.unsqueeze(-1)).squeeze(-1) for t in (lse, dlse))
-    grads = _no_autocast(flat_do, as_4d(q), as_4d(k), as_4d(v), as_4d(o), flat_lse, flat_dlse, *options)
-    return grads[0].view(q.shape), grads[1].view(k.shape), grads[2].view(v.shape)
-
-
-def _no_autocast(do, q, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.is_autocast_enabled(device_type := q.device.type):
-        with torch.autocast(device_type, enabled=False):
-            return backward(do, q, *rest)
-    return backward(do, q, *rest)
-
-
-class _Backward(torch.autograd.Function):
-    """The backward pass as a node of its own, so that a second derivative is an error."""
+class _Once(torch.autograd.Function):
+    """``differentiate`` as a node of its own, so that a second derivative is an error."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _at_any_rank(*args)
+        return differentiate(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
