@@ -101,7 +101,7 @@ def candidates(group: Group, thorough: bool = False) -> list[LaunchConfig]:
         config = LaunchConfig(block_m, block_n, warps, stages, "candidate")
         # Two warpgroups for 64 rows share each matrix product's columns: worth it only for a wide accumulator.
         narrow = not wide and warps == 8 and kept < 128 and group.head_dim <= 128
-        # fp32 products run on the plain units: with many elements per thread they compile for minutes, with few they idle.
+        # fp32 products run on the plain units: many elements per thread compile for minutes, few leave them idle.
         uneven = wide and not 4 <= kept * walked / (32 * warps) <= 16
         if fits(group, config) and (thorough or not (narrow or uneven)):
             found.append(config)
