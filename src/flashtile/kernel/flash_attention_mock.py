@@ -95,18 +95,23 @@ def blockwise_forward(
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=dtype)
     for q_lo in range(0, seqlen_q, block_q):
         rows = slice(q_lo, min(q_lo + block_q, seqlen_q))
-        q_i = tile.stack(q[:, :, rows])
+        q_i = tile.stack(load(q, rows))
         row_max = q_i.new_full((*q_i.shape[:-1], 1), -math.inf)
         row_sum = q_i.new_zeros((*q_i.shape[:-1], 1))
         acc = q_i.new_zeros((*q_i.shape[:-1], v.shape[-1]))
         for cols, partial in tile.visited(rows, block_k):
-            k_j, v_j = k[:, :, cols].to(dtype), v[:, :, cols].to(dtype)
+            k_j, v_j = load(k, cols), load(v, cols)
             s = tile.logits(q_i @ k_j.mT * softmax_scale, rows, cols, partial)
             p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum)
             acc = acc * rescale + p @ v_j
         o[:, :, rows] = tile.unstack(acc / row_sum.masked_fill(row_sum == 0, 1.0)).to(q.dtype)
         lse[:, :, rows] = tile.unstack(row_max + row_sum.log()).squeeze(-1)
     return o, lse
+
+
+def load(x: Tensor, index: slice) -> Tensor:
+    """Return rows of ``(b, h, n, c)`` in the accumulation dtype, and dense, so that strides change no rounding."""
+    return x[:, :, index].to(accumulation_dtype(x.dtype)).contiguous()
 
 
 class _Tile(NamedTuple):
@@ -131,11 +136,11 @@ class _Tile(NamedTuple):
     def stack(self, x: Tensor) -> Tensor:
         """Stack the query heads that share a key head as rows, so that one matmul serves the group.
 
-        ``(b, hq, m, c)`` -> ``(b, hkv, hq / hkv * m, c)``, in the accumulation dtype. Transposed products of such
-        tensors sum over the group by themselves, which is just what dk and dv need.
+        ``(b, hq, m, c)`` -> ``(b, hkv, hq / hkv * m, c)``. Transposed products of such tensors sum over the group by
+        themselves, which is just what dk and dv need.
         """
         batch, _, m, c = x.shape
-        return x.to(accumulation_dtype(x.dtype)).reshape(batch, self.heads_kv, self.group * m, c)
+        return x.reshape(batch, self.heads_kv, self.group * m, c)
 
     def unstack(self, x: Tensor) -> Tensor:
         """``(b, hkv, hq / hkv * m, c)`` -> ``(b, hq, m, c)``."""
@@ -217,11 +222,11 @@ def blockwise_backward(
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
     for q_lo in range(0, seqlen_q, block_q):
         rows = slice(q_lo, min(q_lo + block_q, seqlen_q))
-        q_i = tile.stack(q[:, :, rows])
+        q_i = tile.stack(load(q, rows))
         dq_i = torch.zeros_like(q_i)
         saved = _row_terms(tile, rows, do, o, lse, dlse)
         for cols, partial in tile.visited(rows, block_k):
-            k_j, v_j = k[:, :, cols].to(dtype), v[:, :, cols].to(dtype)
+            k_j, v_j = load(k, cols), load(v, cols)
             dq_ij, dk_ij, dv_ij = _backward_tile(tile, q_i, k_j, v_j, *saved, rows, cols, partial)
             dq_i += dq_ij
             dk[:, :, cols] += dk_ij
@@ -234,11 +239,11 @@ def _row_terms(
     tile: _Tile, rows: slice, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return do, lse and delta of some query rows, stacked; rows that see no key pass no gradient on."""
-    do, o, lse = tile.stack(do[:, :, rows]), tile.stack(o[:, :, rows]), tile.stack(lse[:, :, rows, None])
+    do, o, lse = (tile.stack(load(x, rows)) for x in (do, o, lse[..., None]))
     delta = (do * o).sum(dim=-1, keepdim=True)
     if dlse is not None:
         # dlse_i / ds_ij = p_ij, so the gradient of lse joins the row's constant.
-        delta = delta - tile.stack(dlse[:, :, rows, None])
+        delta = delta - tile.stack(load(dlse[..., None], rows))
     # Such rows have s = -inf everywhere: with lse 0 instead of -inf their weights are exp(-inf) = 0, not NaN. What
     # arrives there may be NaN (the gradient of logaddexp(-inf, -inf) is), and 0 * NaN would spread.
     sees_no_key = lse == -math.inf
@@ -279,13 +284,13 @@ def dense_attention(
     """
     tile = _Tile.of(q, k, softmax_scale, mask, score)
     rows, cols = slice(0, q.shape[2]), slice(0, k.shape[2])
-    scaled = tile.stack(q) @ k.to(accumulation_dtype(k.dtype)).mT * softmax_scale
+    scaled = tile.stack(load(q, rows)) @ load(k, cols).mT * softmax_scale
     s = tile.unstack(tile.logits(scaled, rows, cols, partial=True))
     # Rows that see no key get finite logits, so that softmax and its gradients stay finite, and are cleared afterwards.
     sees_no_key = (s == -math.inf).all(dim=-1, keepdim=True)
     s = s.masked_fill(sees_no_key, 0.0)
     p = torch.softmax(s, dim=-1).masked_fill(sees_no_key, 0.0)
-    o = tile.unstack(tile.stack(p) @ v.to(p.dtype)).to(q.dtype)
+    o = tile.unstack(tile.stack(p) @ load(v, cols)).to(q.dtype)
     lse = torch.logsumexp(s, dim=-1).masked_fill(sees_no_key.squeeze(-1), -math.inf)
     return o, lse
 
@@ -296,9 +301,9 @@ def dense_backward(
     """Gradients from one tile that is the whole matrix; shapes and results as in ``blockwise_backward``."""
     tile = _Tile.of(q, k, softmax_scale, mask, None)
     rows, cols = slice(0, q.shape[2]), slice(0, k.shape[2])
-    k_j, v_j = k.to(accumulation_dtype(k.dtype)), v.to(accumulation_dtype(v.dtype))
     saved = _row_terms(tile, rows, do, o, lse, None)
-    dq, dk, dv = _backward_tile(tile, tile.stack(q), k_j, v_j, *saved, rows, cols, partial=True)
+    q_i, k_j, v_j = tile.stack(load(q, rows)), load(k, cols), load(v, cols)
+    dq, dk, dv = _backward_tile(tile, q_i, k_j, v_j, *saved, rows, cols, partial=True)
     return tile.unstack(dq).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
