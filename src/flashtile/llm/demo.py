@@ -53,8 +53,8 @@ def run_demo(
     plot = plot_loss({"demo": history}, Path(out_dir, "loss.png"), f"A small language model, attention {attention!r}")
     first, last = history.losses[0], history.val_losses[-1] if history.val else history.losses[-1]
     console.print(
-        f"\nLoss {first:.2f} at the first step, {last:.2f} in validation now: of {model_config.vocab_size:,} tokens the "
-        f"model hesitates between {math.exp(last):.0f}.\n"
+        f"\nLoss {first:.2f} at the first step, {last:.2f} in validation now: "
+        f"of {model_config.vocab_size:,} tokens the model hesitates between {math.exp(last):.0f}.\n"
         f"Took {time.perf_counter() - started:.0f} s. The plot is {plot}\n"
     )
     model, tokenizer = load_model(Path(out_dir, "model"))
