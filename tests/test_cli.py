@@ -1,0 +1,238 @@
+"""The command line: help, errors, exit statuses, and each command once for real."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from flashtile import cli, dispatch, doctor
+
+SIZES = {"vocab-size": 300, "context-length": 16, "d-model": 16, "num-layers": 1, "num-heads": 2, "batch-size": 2}
+INTERVALS = {"log-interval": 1, "eval-interval": 100, "eval-sequences": 2}
+TINY = [text for name, value in (SIZES | INTERVALS).items() for text in (f"--{name}", str(value))]
+TINY += ["--no-tensorboard", "--device", "cpu"]
+
+
+@pytest.fixture
+def cpu_path(monkeypatch):
+    """What CPU tensors get without TRITON_INTERPRET; choices are remembered, so forget them before and after."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    dispatch.select.cache_clear()
+    yield
+    dispatch.select.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "numbers.txt"
+    path.write_text("\n".join(f"{i} times {i} is {i * i}, and {i} plus {i} is {i + i}." for i in range(400)))
+    return path
+
+
+def run(*args: object) -> int:
+    return cli.main([str(arg) for arg in args])
+
+
+def exit_status(*args: object) -> object:
+    with pytest.raises(SystemExit) as caught:
+        run(*args)
+    return caught.value.code
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in cli.COMMANDS)], ids=" ".join)
+def test_help_has_examples(command, capsys):
+    assert exit_status(*command, "--help") == 0
+    out = capsys.readouterr().out
+    assert f"  flashtile {' '.join(command)}" in out.split("Examples:")[1]
+
+
+def test_no_command_shows_the_commands(capsys):
+    assert exit_status() == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in cli.COMMANDS)
+
+
+def test_help_imports_nothing_heavy():
+    code = """
+import sys
+from flashtile.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    print([name for name in ("torch", "numpy", "triton", "matplotlib", "flashtile.llm") if name in sys.modules])
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+def test_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith("flashtile 0.")
+
+
+@pytest.mark.parametrize(
+    "args", ["exlain", "explain --no-such-option 3", "explain --heads many", "bench nothing", "train --num-heads 7"]
+)
+def test_mistyped(args, capsys):
+    assert exit_status(*args.split()) == 2
+    assert capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("explain --heads 3 --heads-kv 2", "q has 3 heads, but wants a multiple of the 2 heads"),
+        ("explain --head-dim 1000", "head_dim 1000"),
+        ("explain --seqlen -1", "--seqlen is -1, but wants 0 or more"),
+        ("train --data no/such/file --out-dir {tmp}", "no/such/file"),
+        ("train --resume --out-dir {tmp}", "there is no checkpoint"),
+        ("generate --model {tmp}/none", "holds no trained model"),
+        ("generate --temperature -1", "temperature must not be negative"),
+    ],
+)
+def test_errors_are_one_line(args, message, capsys, tmp_path):
+    assert run(*args.format(tmp=tmp_path).split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("flashtile: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_traceback_on_request():
+    with pytest.raises(ValueError, match="temperature"):
+        run("--traceback", "generate", "--temperature", -1)
+
+
+def test_interrupt(monkeypatch, capsys):
+    def interrupted(console):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "report", interrupted)
+    assert run("doctor") == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+class TestExplain:
+    def test_a_gpu_that_is_not_here(self, capsys):
+        assert run("explain", "--device", "sm_90", "--heads", 32, "--heads-kv", 8, "--head-dim", 128, "--causal") == 0
+        out = capsys.readouterr().out
+        assert "served by     triton" in out
+        assert "q (1, 32, 1024, 128), k (1, 8, 1024, 128), v (1, 8, 1024, 128), bfloat16 on sm_90, causal" in out
+
+    def test_cpu(self, cpu_path, capsys):
+        assert (
+            run("explain", "--device", "cpu", "--seqlen", 3, "--seqlen-k", 5, "--head-dim-v", 8, "--dtype", "fp64") == 0
+        )
+        out = capsys.readouterr().out
+        assert "v (1, 8, 5, 8), float64 on cpu" in out
+        assert "served by     cpu" in out
+        assert "not chosen    triton" in out
+
+
+class TestDoctor:
+    def test_finds_this_machine_well(self, cpu_path, capsys):
+        assert run("doctor") == 0
+        out = capsys.readouterr().out
+        assert out.count(" ok") >= 4
+        assert "wrong" not in out
+
+    def test_finds_what_is_wrong(self, monkeypatch, capsys):
+        wrong = doctor.Check(
+            "cpu", "cpu", "fp32", False, dict.fromkeys(doctor.FACTORS, 1.0), dict.fromkeys(doctor.FACTORS, 0.1)
+        )
+        failed = doctor.Check("cuda", "triton", "bf16", True, {}, {}, "RuntimeError: no luck")
+        nan = doctor.Check("cpu", "cpu", "fp32", True, dict.fromkeys(doctor.FACTORS, float("nan")), wrong.limits)
+        assert not any(check.passed for check in (wrong, failed, nan))
+        monkeypatch.setattr(doctor, "self_checks", lambda: iter([wrong, failed, nan]))
+        assert run("doctor") == 1
+        out = capsys.readouterr().out
+        assert "1000%" in out
+        assert "triton on cuda: RuntimeError: no luck" in out
+
+    def test_reports_an_exception(self, monkeypatch):
+        def broken(*args, **kwargs):
+            raise OSError("no compiler\nmore")
+
+        monkeypatch.setattr(doctor, "flash_attention", broken)
+        check = doctor.self_check("cpu", "cpu", doctor.torch.float32, True)
+        assert check.failure == "OSError: no compiler"
+
+
+def test_presets_are_those_of_the_llm():
+    from typing import get_args, get_type_hints
+
+    from flashtile.llm.config import PRESETS
+
+    assert get_args(get_type_hints(cli.TrainOptions)["preset"]) == tuple(PRESETS)
+
+
+@pytest.mark.parametrize("kind", cli.BENCHMARKS)
+def test_benchmarks_are_there(kind, capsys):
+    assert exit_status("bench", kind, "--help") == 0
+    assert "--out" in capsys.readouterr().out
+
+
+def test_train_resume_generate(cpu_path, corpus, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert run("train", "--data", corpus, "--out-dir", out, "--steps", 3, "--warmup-steps", 1, *TINY) == 0
+    assert run("train", "--data", corpus, "--out-dir", out, *TINY) == 2  # a run is there already
+    assert "resume" in capsys.readouterr().err
+    # The shape is the saved run's, not the preset's.
+    assert run("train", "--data", corpus, "--out-dir", out, "--resume", "--steps", 5) == 0
+    assert "Resuming after step 3" in capsys.readouterr().out
+    args = ("generate", "7 times", "--model", out / "model", "--max-new-tokens", 12, "--seed", 1, "--device", "cpu")
+    assert run(*args) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("7 times")
+    assert run(*args) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_demo(cpu_path, corpus, tmp_path, capsys, monkeypatch):
+    from flashtile.llm.config import PRESETS
+
+    model, training = PRESETS["demo"]
+    small = replace(model, vocab_size=300, d_model=24, num_layers=1, context_length=32)
+    monkeypatch.setitem(PRESETS, "demo", (small, replace(training, tensorboard=False)))
+    for _ in range(2):  # works twice in a row
+        assert run("demo", "--data", corpus, "--out-dir", tmp_path / "demo", "--steps", 2, "--prompt", "3 times") == 0
+        out = capsys.readouterr().out
+        assert "3 times" in out
+        assert (tmp_path / "demo" / "loss.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_ctrl_c_saves_and_exits_130(corpus, tmp_path):
+    out = tmp_path / "run"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [
+        sys.executable,
+        "-m",
+        "flashtile.cli",
+        "train",
+        "--data",
+        corpus,
+        "--out-dir",
+        out,
+        "--steps",
+        "1000000",
+        *TINY,
+    ]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, "training did not start"
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, text
+    assert "Traceback" not in text
+    assert (out / "checkpoint.pt").exists()
