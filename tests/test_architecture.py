@@ -19,7 +19,7 @@ LAYERS = (
     {"ops"},
     {"attention"},
     {"flashtile"},  # the package's own names
-    {"llm", "integrations", "parallel"},
+    {"llm", "integrations", "parallel", "doctor"},
     {"bench_mark"},
     {"cli", "__main__"},
 )
