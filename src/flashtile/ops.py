@@ -6,13 +6,15 @@ know about it: shapes and strides (fake), derivative, autocast rule, vmap rule, 
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_autograd, register_fake, register_vmap
-from torch.utils.flop_counter import register_flop_formula
 
 from flashtile.kernel import autograd, check
 from flashtile.kernel.layout import empty_in_order_of
@@ -189,11 +191,44 @@ def flops(q_shape, k_shape, v_shape, is_causal: bool) -> int:
     return total // 2 if is_causal else total
 
 
-@register_flop_formula(torch.ops.flashtile.forward)
-def _(q_shape, k_shape, v_shape, softmax_scale, is_causal, *args, **kwargs) -> int:
+def _forward_flops(q_shape, k_shape, v_shape, scale, is_causal, *args, **kwargs) -> int:
     return flops(q_shape, k_shape, v_shape, is_causal)
 
 
-@register_flop_formula(torch.ops.flashtile.backward)
-def _(do_shape, q_shape, k_shape, v_shape, o_shape, lse_shape, dlse_shape, scale, is_causal, *args, **kwargs) -> int:
+def _backward_flops(do_shape, q_shape, k_shape, v_shape, o_shape, lse_shape, dlse_shape, scale, is_causal, *_, **__):
     return flops(q_shape, k_shape, v_shape, is_causal) * 5 // 2
+
+
+def _register_flop_formulas(flop_counter: Any) -> None:
+    flop_counter.register_flop_formula(torch.ops.flashtile.forward)(_forward_flops)
+    flop_counter.register_flop_formula(torch.ops.flashtile.backward)(_backward_flops)
+
+
+class _AfterImport:
+    """Runs ``action(module)`` once module ``name`` has been imported, by whomever."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]):
+        self.name, self.action = name, action
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType]
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                self.action(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+# PyTorch's FLOP counter imports Triton (0.3 s, and a warning where there is none), so it is not imported for its sake.
+_FLOP_COUNTER = "torch.utils.flop_counter"
+if _FLOP_COUNTER in sys.modules:
+    _register_flop_formulas(sys.modules[_FLOP_COUNTER])
+else:
+    sys.meta_path.insert(0, _AfterImport(_FLOP_COUNTER, _register_flop_formulas))  # pyright: ignore[reportArgumentType]

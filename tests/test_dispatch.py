@@ -1,0 +1,174 @@
+"""Which backend serves what, and what explain() says about it."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import dispatch
+from flashtile.dispatch import Problem, explain, select
+from flashtile.kernel import backend as backends
+from flashtile.kernel import launch
+
+TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not TRITON, reason="triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Forget plans: some tests change the environment that they come from."""
+    select.cache_clear()
+    yield
+    select.cache_clear()
+
+
+@pytest.fixture
+def plain_cpu(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.fixture
+def no_triton(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+
+
+def problem(device_type="cpu", arch="cpu", dtype=torch.float32, **changes):
+    return Problem(device_type, arch, dtype, 2, 6, 2, 33, 70, 64, 32, True)._replace(**changes)
+
+
+H200 = problem("cuda", "sm_90", torch.bfloat16, head_dim=128, head_dim_v=128)
+
+
+def test_problem_is_read_off_tensors():
+    q, k, v = torch.empty(2, 6, 33, 64), torch.empty(2, 2, 70, 64), torch.empty(2, 2, 70, 32)
+    assert Problem.of(q, k, v, True) == problem()
+
+
+def test_cpu_tensors_go_to_pytorch(plain_cpu):
+    plan = select(problem())
+    assert (plan.backend, plan.launch) == ("cpu", {})
+    assert "TRITON_INTERPRET=1" in plan.rejected["triton"]
+
+
+@needs_triton
+def test_cpu_tensors_go_to_the_interpreter_when_told(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    plan = select(problem())
+    assert plan.backend == "triton"
+    assert plan.launch["forward"] == launch.lookup("forward", "interpreter", 64, 32, torch.float32)
+    assert "could serve this too" in plan.rejected["cpu"]
+    assert select(problem(), "cpu").backend == "cpu"
+    assert select(problem(dtype=torch.float64)).backend == "cpu"
+
+
+@needs_triton
+def test_gpu_tensors_go_to_triton_with_the_table_s_configurations(plain_cpu):
+    plan = select(H200)
+    assert plan.backend == "triton"
+    assert set(plan.launch) == set(launch.KERNELS)
+    for kernel, config in plan.launch.items():
+        assert config == launch.lookup(kernel, "sm_90", 128, 128, torch.bfloat16)
+
+
+REFUSED = {  # name: (problem, backend, error, what its text holds)
+    "cpu-for-gpu": (H200, "cpu", ValueError, ("'cpu'", "CPU tensors", "cuda")),
+    "triton-for-cpu": (problem(), "triton", ValueError, ("'triton'", "GPU tensors", "TRITON_INTERPRET=1")),
+    "unknown": (problem(), "hip", ValueError, ("backend is 'hip'", "'triton', 'cpu'")),
+    "float64-on-gpu": (problem("cuda", "sm_90", torch.float64), None, TypeError, ("float64", "triton", "cpu")),
+    "device": (problem("mps", "mps"), None, ValueError, ("no backend serves", "not on mps")),
+}
+
+
+@pytest.mark.parametrize(("request_", "backend", "error", "texts"), REFUSED.values(), ids=REFUSED)
+def test_refusals_say_what_is_missing(plain_cpu, request_, backend, error, texts):
+    with pytest.raises(error) as met:
+        select(request_, backend)
+    for text in texts:
+        assert text in str(met.value)
+    assert "not served" in explain(request_, backend=backend)
+
+
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_without_triton_a_gpu_request_names_the_package(no_triton, backend):
+    with pytest.raises(ModuleNotFoundError, match="needs the package triton"):
+        select(H200, backend)
+
+
+def test_without_triton_cpu_tensors_are_served(no_triton, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert select(problem()).backend == "cpu"
+
+
+@needs_triton
+def test_explain_of_a_gpu_that_need_not_be_here(plain_cpu):
+    text = explain(H200)
+    config = launch.lookup("backward_dq", "sm_90", 128, 128, torch.bfloat16)
+    for piece in (
+        "q (2, 6, 33, 128)",
+        "bfloat16 on sm_90, causal",
+        "served by     triton: GPU tensors",
+        f"{config.block_m} queries x {config.block_n} keys, {config.num_warps} warps",
+        "not chosen    cpu: serves CPU tensors",
+    ):
+        assert piece in text
+    assert all(len(line) < 140 for line in text.splitlines())
+
+
+def test_explain_of_tensors(plain_cpu):
+    q = torch.empty(2, 3, 4, 9, 16)
+    text = flashtile.explain(q, q, q)
+    assert "q (6, 4, 9, 16)" in text
+    assert "served by     cpu" in text
+    assert "asked for" in flashtile.explain(q, q, q, backend="cpu")
+
+
+def test_explain_checks_its_tensors():
+    q = torch.empty(2, 4, 9, 16)
+    with pytest.raises(ValueError, match="head_dim"):
+        explain(q, q[..., :8], q)
+
+
+@needs_triton
+def test_an_architecture_without_a_row_is_explained(plain_cpu):
+    assert "no launch configuration" in explain(problem("cuda", "sm_10", torch.float16))
+
+
+def test_choosing_is_cheap(plain_cpu):
+    before = select.cache_info()
+    q = torch.empty(1, 2, 8, 16)
+    for _ in range(3):
+        flashtile.flash_attention(q, q, q)
+    after = select.cache_info()
+    assert (after.misses - before.misses, after.hits - before.hits) == (1, 2)
+
+
+@pytest.mark.parametrize("name", backends.NAMES)
+def test_backends_have_both_passes(name):
+    if name == "triton" and not TRITON:
+        pytest.skip("triton is not installed")
+    loaded = backends.load(name)
+    assert loaded.name == name
+    assert callable(loaded.forward)
+    assert callable(loaded.backward)
+    assert backends.load(name) is loaded
+
+
+def test_error_reaches_the_caller_of_attention():
+    code = "import torch, flashtile; q = torch.ones(1, 2, 4, 8); flashtile.flash_attention(q, q, q, backend='triton')"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    assert "ValueError: backend 'triton' serves GPU tensors" in run.stderr
+
+
+@pytest.mark.gpu
+def test_on_this_gpu():
+    q = torch.empty(2, 4, 64, 128, device="cuda", dtype=torch.bfloat16)
+    plan = select(Problem.of(q, q, q))
+    assert plan.backend == "triton"
+    assert plan.launch["forward"] == launch.lookup("forward", launch.arch_of(q.device), 128, 128, torch.bfloat16)
+    assert launch.arch_of(q.device) in explain(q, q, q)
