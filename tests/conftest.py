@@ -40,6 +40,17 @@ def same_start():
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
+@pytest.fixture
+def cpu_path(monkeypatch):
+    """CPU tensors get what they get without TRITON_INTERPRET. Choices are remembered: forget them before and after."""
+    from flashtile import dispatch
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    dispatch.select.cache_clear()
+    yield
+    dispatch.select.cache_clear()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked `gpu` where there is none."""
     if torch.cuda.is_available():

@@ -9,21 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from flashtile import cli, dispatch, doctor
+from flashtile import cli, doctor
 
 SIZES = {"vocab-size": 300, "context-length": 16, "d-model": 16, "num-layers": 1, "num-heads": 2, "batch-size": 2}
 INTERVALS = {"log-interval": 1, "eval-interval": 100, "eval-sequences": 2}
 TINY = [text for name, value in (SIZES | INTERVALS).items() for text in (f"--{name}", str(value))]
 TINY += ["--no-tensorboard", "--device", "cpu"]
-
-
-@pytest.fixture
-def cpu_path(monkeypatch):
-    """What CPU tensors get without TRITON_INTERPRET; choices are remembered, so forget them before and after."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    dispatch.select.cache_clear()
-    yield
-    dispatch.select.cache_clear()
 
 
 @pytest.fixture(scope="module")
