@@ -50,6 +50,8 @@ def run_demo(
     if steps is not None:
         training_config = replace(training_config, steps=steps, warmup_steps=min(40, steps // 10))
     history = train(model_config, training_config, out_dir, data=data, overwrite=True, console=console)
+    if history.interrupted:
+        return history
     plot = plot_loss({"demo": history}, Path(out_dir, "loss.png"), f"A small language model, attention {attention!r}")
     first, last = history.losses[0], history.val_losses[-1] if history.val else history.losses[-1]
     console.print(

@@ -159,22 +159,22 @@ class Trainer:
                 while self.step < config.steps and not interrupted.is_set():
                     self.train_step()
                     last = self.step == config.steps
-                    if last or interrupted.is_set() or self.step % config.log_interval == 0:
+                    if last or self.step % config.log_interval == 0:
                         progress.update(task, status=self._flush())
                     if last or self.step % config.eval_interval == 0:
                         self._validate(progress.console)
-                    if last or interrupted.is_set() or self.step % config.checkpoint_interval == 0:
+                    if self.step % config.checkpoint_interval == 0:
                         self.save()
                     progress.update(task, completed=self.step)
+                self.save()
+                save_model(self.model, self.dataset.tokenizer, self.directory / "model")
             self.log.history.interrupted = self.step < config.steps
-            save_model(self.model, self.dataset.tokenizer, self.directory / "model")
         finally:
             self.log.close()
         if self.log.history.interrupted:
-            console.print(
-                f"Stopped after step {self.step}; the checkpoint is saved. Resume with: "
-                f"[bold]flashtile train --resume --out-dir {self.directory}[/bold]"
-            )
+            console.print(f"Stopped after step {self.step} of {config.steps}; the checkpoint is saved. Resume with:")
+            data = "" if self.dataset.source is None else f" --data {self.dataset.source}"
+            console.print(f"    flashtile train --resume --out-dir {self.directory}{data}", soft_wrap=True, markup=False)
         return self.log.history
 
     def _announce(self, console: Console) -> None:
