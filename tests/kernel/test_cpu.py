@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashtile.kernel import flash_attention_cpu, flash_attention_mock
 from flashtile.kernel.layout import empty_in_order_of
 from flashtile.mask import Mask, causal, full
-from flashtile.score import Score
+from flashtile.score import Score, identity
 from tests.reference import (
     EMPTY_SHAPES,
     Case,
@@ -133,6 +133,15 @@ def test_memory_is_linear_in_length(lengths: tuple[int, int]) -> None:
     assert watch.numel <= 40 * max(lengths)
 
 
+@pytest.mark.parametrize("softmax_scale", [-0.5, 0.0, 1.0])
+@pytest.mark.parametrize("score", [None, identity()], ids=["no score", "identity"])
+@on_both
+def test_any_scale(name: str, score: Score | None, softmax_scale: float) -> None:
+    q, k, v, do, dlse = Case().tensors()
+    got = attend(name, q, k, v, do, dlse, mask=causal(), score=score, softmax_scale=softmax_scale)
+    check(got, q, k, v, do, dlse, mask=causal(), softmax_scale=softmax_scale)
+
+
 def layouts() -> dict:
     """Return (q, k, v, do) in memory layouts that a caller may have, each ``(2, 4, 33, 16)``."""
     packed = torch.randn(2, 33, 3, 4, 16).permute(2, 0, 3, 1, 4)
@@ -226,6 +235,17 @@ def test_all_logits_far_below_zero(name: str, seqlen: int, head_dim: int, is_cau
     got = attend(name, q, k, v, do, mask=case.mask)
     assert got.lse.max() < -88.7
     check(got, q, k, v, do, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("factor", [1e3, 1e5, 1e6])
+@pytest.mark.parametrize("is_causal", [False, True])
+@on_both
+def test_nothing_overflows_at_huge_logits(name: str, is_causal: bool, factor: float) -> None:
+    """Weights recomputed from an lse that fp32 cannot resolve are at most 1, never exp of a rounding error."""
+    for case in (Case(1, 2, 1, 300, 300, 64), Case(1, 2, 2, 700, 700, 16), Case(1, 4, 1, 1, 513, 64)):
+        q, k, v, do, dlse = case.tensors()
+        got = attend(name, q * factor, k * factor, v, do, dlse, mask=causal() if is_causal else full())
+        assert all(x.isfinite().all() for x in got)
 
 
 @pytest.mark.parametrize("head_dim", [16, 1, 5, 64, 256])

@@ -1,7 +1,9 @@
 """The readable reference: online softmax, tiles against the dense formula, gradients of every order."""
 
 import math
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -262,3 +264,12 @@ def test_full_mask_is_the_default() -> None:
     q, k, v = (torch.randn(2, 6, 4) for _ in range(3))
     want, _ = dense_attention(*(x[None] for x in (q, k, v)), softmax_scale=0.5, mask=full())
     assert max_error(FlashAttentionMock.apply(q, k, v), want[0]) < 1e-6
+
+
+DERIVATION = Path(__file__).parents[2] / "docs" / "derivation.md"
+LINKS = re.findall(r"\[`(\w+)`\]\((\.\./[\w/.]+\.py)\)", DERIVATION.read_text())
+
+
+@pytest.mark.parametrize(("name", "path"), sorted(set(LINKS)))
+def test_the_derivation_points_at_code_that_exists(name: str, path: str) -> None:
+    assert re.search(rf"^ *(def|class) {name}\b", (DERIVATION.parent / path).read_text(), re.MULTILINE)

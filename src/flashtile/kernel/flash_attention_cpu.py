@@ -4,11 +4,12 @@ torch's kernel (``aten::_scaled_dot_product_flash_attention_for_cpu``) is asked 
 without a score. Facts about it, seen in torch 2.13, that shape this file:
 
 - Its causal mask is aligned top-left, ours bottom-right: they agree where seqlen_q == seqlen_k.
+- It masks before it scales: under a causal mask a scale of 0 or below gives NaN and infinity.
 - A length of 0 ends the process with a division by zero; a last dimension with stride other than 1 is read wrongly.
 - In bf16 and fp16 its backward adds dk and dv up in that dtype: up to 6 times the error of plain PyTorch with grouped
-  heads. In fp16 it is 5 to 15 times slower than in fp32 where the CPU lacks fp16 arithmetic, and one bf16 query against
-  2,048 keys takes 7 times as long. So half-precision inputs are widened to fp32, which costs O(n d) memory and makes
-  all sums fp32, as everywhere else.
+  heads. On an AVX-512 CPU without fp16 arithmetic its fp16 backward takes up to 15 times as long as fp32's, and one
+  bf16 query against 2,048 keys 7 times as long. So half-precision inputs are widened to fp32, which costs O(n d)
+  memory and makes all sums fp32, as everywhere else.
 - It wants head_dim_v == head_dim, and its backward knows no gradient of lse. Zero columns change neither products nor
   results, so the narrower tensors are padded; and one more column turns its delta = rowsum(do * o) into
   delta - dlse, which is all that the gradient of lse changes: do gets -dlse there, o gets 1, v gets 0.
@@ -25,8 +26,11 @@ from flashtile.kernel.layout import empty_in_order_of
 from flashtile.mask import Mask, causal, full
 from flashtile.score import Score
 
-# Best or within 20 % of it over lengths 64 to 2,048 on one AVX-512 core (forward and backward, fp32 and bf16).
+# The best of five pairs, or close to it, at lengths 64 to 2,048 on one AVX-512 core (forward and backward).
 BLOCK_Q, BLOCK_K = 64, 256
+# Torch's backward rounds logits otherwise than its forward, and far above this exp(s - lse) can overflow. The tiles of
+# our two passes round alike, so that s <= lse holds for an lse of theirs.
+HUGE_LOGIT = 2.0**20
 
 
 def forward(
@@ -37,7 +41,7 @@ def forward(
     q ``(b, hq, sq, d)``, k ``(b, hkv, sk, d)``, v ``(b, hkv, sk, dv)``, any strides; lse in natural log, fp32 (fp64 for
     fp64). Memory: O(n).
     """
-    if serves(q, k, v, mask, score):
+    if serves(q, k, v, softmax_scale, mask, score):
         width = max(q.shape[-1], v.shape[-1])
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(_prepared(x, width) for x in (q, k, v)), 0.0, _is_top_left(q, mask), scale=softmax_scale
@@ -64,29 +68,21 @@ def backward(
     score: Score | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) in the dtypes and memory orders of q, k, v, for the gradients do of o and dlse of lse."""
-    if serves(q, k, v, mask, score):
+    fast = serves(q, k, v, softmax_scale, mask, score)
+    tiles = {"softmax_scale": softmax_scale, "mask": mask, "score": score, "block_q": BLOCK_Q, "block_k": BLOCK_K}
+    if fast and not lse.abs().max() < HUGE_LOGIT:
+        fast = False
+        _, lse = blockwise_forward(q, k, v, **tiles)
+    if fast:
         dq, dk, dv = _aten_backward(do, q, k, v, o, lse, dlse, softmax_scale, _is_top_left(q, mask))
     else:
-        dq, dk, dv = blockwise_backward(
-            do,
-            q,
-            k,
-            v,
-            o,
-            lse,
-            dlse,
-            softmax_scale=softmax_scale,
-            mask=mask,
-            score=score,
-            block_q=BLOCK_Q,
-            block_k=BLOCK_K,
-        )
+        dq, dk, dv = blockwise_backward(do, q, k, v, o, lse, dlse, **tiles)
     return _stored_like(q, dq), _stored_like(k, dk), _stored_like(v, dv)
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score: Score | None) -> bool:
+def serves(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, mask: Mask, score: Score | None) -> bool:
     """Tell whether torch's CPU kernel means the same as we do for this problem."""
-    if score is not None or 0 in (q.numel(), k.numel(), v.numel()):
+    if score is not None or softmax_scale <= 0 or 0 in (q.numel(), k.numel(), v.numel()):
         return False
     # One query, the last one, sees every key under either mask.
     return mask == full() or (mask == causal() and q.shape[2] in (1, k.shape[2]))

@@ -166,7 +166,8 @@ class _Tile(NamedTuple):
             return 1.0
         s = self.unstack(scaled)
         q_idx, k_idx = self._indices(rows, cols, s.device)
-        return self.stack(self.score.derivative(self.where, q_idx, k_idx, s, self.score.args).expand_as(s))
+        slope = self.score.derivative(self.where, q_idx, k_idx, s, self.score.args)
+        return self.stack(torch.as_tensor(slope, dtype=s.dtype, device=s.device).expand_as(s))
 
     def _indices(self, rows: slice, cols: slice, device: torch.device) -> tuple[Tensor, Tensor]:
         q_idx = torch.arange(rows.start, rows.stop, device=device)[:, None]
