@@ -24,6 +24,7 @@ from flashtile.bench_mark.measure import DTYPES, Clock, attempt, release
 from flashtile.bench_mark.providers import available_bytes, fresh_compiler
 from flashtile.bench_mark.result import Result, Row
 from flashtile.bench_mark.subject import Subject, measure_subjects
+from flashtile.llm.config import Attention
 from flashtile.llm.transformer import MultiHeadAttention, MultiHeadAttentionWithRoPE, ScaledDotProductAttention
 
 Module = Literal["ScaledDotProductAttention", "MultiHeadAttention", "MultiHeadAttentionWithRoPE"]
@@ -81,8 +82,10 @@ def subjects_of(options: Options, device: torch.device, batch: int, d_model: int
     qkv = [torch.randn(split, generator=generator, device=device, dtype=dtype) for _ in range(3)]
     compiled_options = {"both": (False, True), "yes": (True,), "no": (False,)}[options.compile]
     found: dict[str, Subject] = {}
-    for name, compiled in itertools.product(options.modules, compiled_options):
-        for attention in ("naive",) if name == "ScaledDotProductAttention" else options.attentions:
+    for name in options.modules:
+        attentions: Sequence[Attention] = ("naive",) if name == "ScaledDotProductAttention" else options.attentions
+        pairs: list[tuple[bool, Attention]] = [(c, a) for c in compiled_options for a in attentions]
+        for compiled, attention in pairs:
             torch.manual_seed(0)
             if name == "ScaledDotProductAttention":
                 module, inputs = ScaledDotProductAttention(options.causal), qkv

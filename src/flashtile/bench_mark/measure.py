@@ -268,7 +268,7 @@ def host_microseconds(call: Callable[[], Any], device: torch.device, calls: int 
     Meaningful only where the device's own time is the shorter one, so give it a tiny problem.
     """
     synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    for _ in range(10):
+    for _ in range(min(10, calls)):
         call()
     synchronize()
     per_call = []

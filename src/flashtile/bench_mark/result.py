@@ -63,7 +63,8 @@ class Result:
     def caption(self) -> str:
         """Say in one line where the numbers come from."""
         shown = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
-        return f"{self.device['name']}, {self.date[:10]}, commit {self.commit[:12]}, {shown}"
+        commit, *changed = self.commit.split("-")
+        return f"{self.device['name']}, {self.date[:10]}, commit {'-'.join([commit[:12], *changed])}, {shown}"
 
     def table(self, columns: Sequence[str] | None = None, title: str | None = None) -> Table:
         """Return a rich table of the rows."""

@@ -172,6 +172,7 @@ class Tuner:
     options: Options
     device: torch.device
     clock: Clock
+    samples: int = 8
     winners: dict[Group, LaunchConfig] = field(default_factory=dict)
 
     def cases(self, group: Group, masks: Sequence[bool]) -> list[Case]:
@@ -253,7 +254,7 @@ class Tuner:
             difference = ((got.float() - want.float()).norm() / want.float().norm()).item()
             if not difference <= _CLOSE_ENOUGH[expected[0].element_size()]:
                 raise ArithmeticError(f"differs from the table's answer by {difference:.1e}")
-        return statistics.median(self.clock.samples(Timed(call), 10)[2:])
+        return statistics.median(self.clock.samples(Timed(call), self.samples + 2)[2:])
 
 
 def _tiling(config: LaunchConfig) -> tuple[int, ...]:

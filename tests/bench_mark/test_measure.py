@@ -1,0 +1,87 @@
+"""The formulas agree with a counter, and the clock does what it says."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from flashtile.bench_mark import measure
+from flashtile.bench_mark.measure import Case, Clock, Timed
+from flashtile.bench_mark.providers import naive_attention
+
+CPU = torch.device("cpu")
+
+
+def case(**changes) -> Case:
+    return Case(**({"dtype": "fp32", "batch": 2, "heads": 3, "seqlen": 32, "head_dim": 8, "causal": False} | changes))
+
+
+def test_flops_agree_with_the_counter():
+    q, k, v = (torch.randn(case().shape, requires_grad=True) for _ in range(3))
+    with FlopCounterMode(display=False) as forward:
+        o = naive_attention(q, k, v, False)
+    with FlopCounterMode(display=False) as backward:
+        o.sum().backward()
+    assert forward.get_total_flops() == measure.attention_flops(case(), "forward")
+    # Plain PyTorch keeps p, so it saves the fifth product, the second q k^T.
+    assert backward.get_total_flops() * 5 / 4 == measure.attention_flops(case(), "backward")
+
+
+def test_flops_of_modes():
+    full, causal = case(), case(causal=True)
+    assert measure.attention_flops(full, "backward") == 2.5 * measure.attention_flops(full, "forward")
+    assert measure.attention_flops(full, "both") == 3.5 * measure.attention_flops(full, "forward")
+    for mode in measure.MODES:
+        assert measure.attention_flops(full, mode) == 2 * measure.attention_flops(causal, mode)
+
+
+def test_bytes_are_those_of_the_tensors():
+    tensor, row = 2 * 3 * 32 * 8 * 4, 2 * 3 * 32 * 4
+    assert measure.attention_bytes(case(), "forward") == 4 * tensor + row
+    assert measure.attention_bytes(case(), "backward") == 8 * tensor + row
+    assert measure.attention_extra_bytes(case(), "backward") == row
+
+
+def test_peak_memory_counts_what_lies_between():
+    x = torch.randn(256, 256)
+    extra = measure.peak_extra_bytes(lambda: (x + 1) * 2, CPU)
+    assert x.nbytes <= extra < 1.1 * x.nbytes
+
+
+def test_clock_takes_turns_and_keeps_failures_apart():
+    order = []
+
+    def fails():
+        raise ValueError("no such\n  kernel")
+
+    clock = Clock(CPU, passes=8, ms_per_pass=0.001, seed=3)
+    calls = {name: Timed(lambda name=name: order.append(name)) for name in "ab"} | {"c": Timed(fails)}
+    timings, failures = clock.time(calls)
+    assert failures == {"c": "ValueError: no such kernel"}
+    assert timings.keys() == {"a", "b"}
+    for timing in timings.values():
+        assert 0 < timing.min_ms <= timing.median_ms
+        assert timing.samples >= 8
+    turns = [name for name, _ in itertools.groupby(order)]
+    assert len(turns) < 2 * (1 + 8)  # shuffled: some turn ends a pass and begins the next one too
+
+
+def test_an_interrupt_is_no_failure():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure.attempt(interrupted)
+
+
+def test_rates_and_host_time_are_positive():
+    clock = Clock(CPU, passes=1, ms_per_pass=1)
+    assert measure.matmul_tflops(clock, torch.float32, n=64) > 0
+    assert measure.copy_gb_per_s(clock) > 0
+    assert measure.host_microseconds(lambda: None, CPU, calls=10, passes=2) > 0
+
+
+def test_a_clock_needs_a_pass():
+    with pytest.raises(ValueError, match="passes is 0"):
+        Clock(CPU, passes=0)
