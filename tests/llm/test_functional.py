@@ -68,6 +68,7 @@ def test_cross_entropy_of_large_fp32_logits_is_exact():
     loss = cross_entropy(logits, torch.tensor([2]))
     assert loss.item() == 2000
     loss.backward()
+    assert logits.grad is not None
     assert torch.equal(logits.grad, torch.tensor([[1.0, 0.0, -1.0]]))
 
 
@@ -84,6 +85,7 @@ def test_cross_entropy_over_no_tokens_is_zero():
     loss = cross_entropy(logits, torch.full((2,), -100))
     loss.backward()
     assert loss.item() == 0
+    assert logits.grad is not None
     assert logits.grad.eq(0).all()
 
 

@@ -1,5 +1,7 @@
 """Modules against their formulas, the three attention settings against each other, causality, caches, names."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -100,7 +102,7 @@ def test_a_mask_that_is_not_boolean_is_refused():
 
 @pytest.mark.parametrize("attention", SETTINGS)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(9, 9), (1, 9), (4, 9)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(9, 9), (1, 9), (4, 9), (9, 4)])
 @pytest.mark.parametrize(("heads", "heads_kv"), [(4, 4), (4, 2), (3, 1)])
 def test_every_setting_gives_the_same_attention_and_gradients(
     attention, is_causal, seqlen_q, seqlen_k, heads, heads_kv
@@ -184,7 +186,7 @@ def test_names_and_shapes_of_the_weights():
 def test_settings_train_the_same_model(attention):
     torch.manual_seed(0)
     flash = TransformerLM.from_config(TINY)
-    other = TransformerLM(**TINY.to_dict() | {"attention": attention})
+    other = TransformerLM.from_config(replace(TINY, attention=attention))
     other.load_state_dict(flash.state_dict())
     ids = torch.randint(300, (3, 17))
     for model in (flash, other):
@@ -205,7 +207,7 @@ def test_language_model_is_causal_and_takes_one_sequence_or_many():
 @pytest.mark.parametrize("attention", SETTINGS)
 @pytest.mark.parametrize("pieces", [[16], [1] * 16, [5, 1, 7, 3]], ids=str)
 def test_reading_through_a_cache_is_reading_at_once(attention, pieces):
-    model = TransformerLM(**TINY.to_dict() | {"attention": attention}).eval()
+    model = TransformerLM.from_config(replace(TINY, attention=attention)).eval()
     ids = torch.randint(300, (2, 16))
     cache = KVCache(model.config, 2, torch.device("cpu"), torch.float32)
     with torch.no_grad():
@@ -235,7 +237,7 @@ def test_activation_checkpointing_changes_no_bit():
 
 
 def test_tied_embeddings_are_one_matrix():
-    model = TransformerLM(**TINY.to_dict() | {"tie_embeddings": True})
+    model = TransformerLM.from_config(replace(TINY, tie_embeddings=True))
     assert model.lm_head.weight is model.token_embeddings.weight
     untied = TransformerLM.from_config(TINY)
     assert untied.num_parameters() - model.num_parameters() == 300 * 32

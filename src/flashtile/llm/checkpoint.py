@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -57,13 +58,25 @@ def read_checkpoint(src: Source, map_location: torch.device | str = "cpu") -> di
     """
     if isinstance(src, (str, os.PathLike)) and not Path(src).exists():
         raise FileNotFoundError(f"there is no checkpoint at {Path(src)}")
+    if not _is_zip(src):
+        raise ValueError(f"{src} is not a checkpoint, or a damaged one: torch.save writes zip files, and it is none")
     try:
         state = torch.load(src, map_location=map_location, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(f"{src} is not a checkpoint, or a damaged one: {error}") from error
     if not isinstance(state, dict) or not {"model", "optimizer", "iteration"} <= state.keys():
         raise ValueError(f"{src} is not a checkpoint: it lacks 'model', 'optimizer' or 'iteration'")
     return state
+
+
+def _is_zip(src: Source) -> bool:
+    if isinstance(src, (str, os.PathLike)):
+        return zipfile.is_zipfile(src)
+    place = src.tell()
+    try:
+        return zipfile.is_zipfile(src)
+    finally:
+        src.seek(place)
 
 
 def load_checkpoint(src: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:

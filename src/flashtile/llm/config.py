@@ -8,12 +8,14 @@ from typing import Any, Literal, get_args
 Attention = Literal["flash", "naive", "sdpa"]
 """Who computes attention: flashtile's kernels, the readable dense module, or torch's own function."""
 
+Dtype = Literal["auto", "float32", "bfloat16"]
+"""The autocast type; "auto" depends on the device."""
+
 
 def check_attention(attention: str) -> None:
     """Raise ValueError unless `attention` names a known setting."""
     if attention not in get_args(Attention):
-        wanted = ", ".join(repr(name) for name in get_args(Attention))
-        raise ValueError(f"attention must be one of {wanted}, got {attention!r}")
+        raise ValueError(f"attention must be one of {_quoted(get_args(Attention))}, got {attention!r}")
 
 
 def check_heads(d_model: int, num_heads: int, num_heads_kv: int) -> None:
@@ -22,6 +24,10 @@ def check_heads(d_model: int, num_heads: int, num_heads_kv: int) -> None:
         raise ValueError(f"num_heads must divide d_model, got d_model={d_model}, num_heads={num_heads}")
     if num_heads_kv < 1 or num_heads % num_heads_kv:
         raise ValueError(f"num_heads_kv must divide num_heads, got num_heads={num_heads}, num_heads_kv={num_heads_kv}")
+
+
+def _quoted(names: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _check_positive(owner: object, *names: str) -> None:
@@ -133,7 +139,7 @@ class TrainingConfig:
     """Steps between checkpoints (one more follows the last step)."""
     device: str = "auto"
     """Torch device, or "auto": the GPU if there is one."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     """Autocast type; "auto" is bfloat16 on a GPU and float32 on a CPU. Weights stay float32."""
     compile: bool = False
     """Whether to run the model through torch.compile."""
@@ -145,6 +151,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         _check_positive(self, "steps", "batch_size", "grad_accumulation", "max_lr", "max_grad_norm")
         _check_positive(self, "eval_interval", "eval_sequences", "log_interval", "checkpoint_interval")
+        if self.dtype not in get_args(Dtype):
+            raise ValueError(f"dtype must be one of {_quoted(get_args(Dtype))}, got {self.dtype!r}")
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"val_fraction must lie between 0 and 1, got {self.val_fraction}")
         if not 0 <= self.min_lr <= self.max_lr:

@@ -173,7 +173,9 @@ def prepare_data(
     tokens = np.memmap(folder / "tokens.bin", dtype=_id_dtype(tokenizer), mode="r")
     split = len(tokens) - max(1, round(len(tokens) * val_fraction))
     say(f"{tokenizer.vocab_size:,} distinct tokens; {split:,} to train on, {len(tokens) - split:,} to validate on.")
-    return TokenDataset(tokens[:split], tokens[split:], tokenizer, key, corpus.name, None if path is None else str(path))
+    return TokenDataset(
+        tokens[:split], tokens[split:], tokenizer, key, corpus.name, None if path is None else str(path)
+    )
 
 
 def _id_dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger]:

@@ -21,7 +21,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     -inf (a query that may see no key) gives 0. Half precision is computed in fp32 and returned in x's dtype.
     """
     wide = _at_least_fp32(x)
-    largest = wide.amax(dim, keepdim=True)
+    largest = wide.detach().amax(dim, keepdim=True)  # softmax does not depend on it, so no gradient flows through it
     exps = torch.exp(wide - largest.masked_fill(largest == float("-inf"), 0))
     # The largest element contributes exp(0) = 1, so the clamp touches nothing but the all -inf slices.
     return (exps / exps.sum(dim, keepdim=True).clamp_min(1)).to(x.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ def generate_tokens(
     vocab_size: int | None = None,
     end_of_text: int | None = None,
     use_cache: bool = True,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Yield up to `max_new_tokens` tokens that continue the prompt.
 
     The model sees the last `context_length` tokens at most. When they no longer fit it goes on from the later half of

@@ -174,7 +174,9 @@ class Trainer:
         if self.log.history.interrupted:
             console.print(f"Stopped after step {self.step} of {config.steps}; the checkpoint is saved. Resume with:")
             data = "" if self.dataset.source is None else f" --data {self.dataset.source}"
-            console.print(f"    flashtile train --resume --out-dir {self.directory}{data}", soft_wrap=True, markup=False)
+            console.print(
+                f"    flashtile train --resume --out-dir {self.directory}{data}", soft_wrap=True, markup=False
+            )
         return self.log.history
 
     def _announce(self, console: Console) -> None:

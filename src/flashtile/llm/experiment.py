@@ -1,0 +1,131 @@
+"""The same training run under several attention settings: do they learn alike, and how fast are they?
+
+python -m flashtile.llm.experiment OUT_DIR          # GPT-2 124M, bf16, on this machine's GPU
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from flashtile.llm.atomic import atomic_write
+from flashtile.llm.config import PRESETS, Attention, ModelConfig, TrainingConfig
+from flashtile.llm.data import prepare_data
+from flashtile.llm.metrics import History, device_name
+from flashtile.llm.plot import plot_loss
+from flashtile.llm.training import resolve_device, train
+
+
+def compare_attention(
+    settings: Sequence[Attention],
+    model_config: ModelConfig,
+    training_config: TrainingConfig,
+    out_dir: Path | str,
+    *,
+    data: Path | str | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Train one model per setting from the same weights on the same batches; write `comparison.{json,png,svg}`.
+
+    Args:
+        settings: values of ModelConfig.attention.
+        out_dir: gets the results and a folder per run.
+        data: as for `train`; tokenized once.
+
+    Returns:
+        what `comparison.json` holds: the configs, device, versions, commit, date, and per setting the loss of every
+        step, the validation losses, the median tokens/s and MFU of the second half, and peak GPU memory in bytes.
+        `max_loss_difference` is the largest difference from the first setting's loss over all steps.
+
+    Raises:
+        what `train` raises.
+    """
+    console = console or Console()
+    out = Path(out_dir)
+    device = resolve_device(training_config.device)
+    dataset = prepare_data(
+        data,
+        vocab_size=model_config.vocab_size,
+        val_fraction=training_config.val_fraction,
+        cache_dir=out / "data",
+        say=console.print,
+    )
+    histories: dict[str, History] = {}
+    runs: dict[str, dict[str, Any]] = {}
+    for setting in settings:
+        console.rule(f"attention {setting!r}")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        config = replace(model_config, attention=setting)
+        history = train(config, training_config, out / setting, data=dataset, overwrite=True, console=console)
+        if history.interrupted:
+            raise KeyboardInterrupt
+        histories[setting] = history
+        runs[setting] = {
+            "losses": history.losses,
+            "val": history.val,
+            "tokens_per_second": history.median("tokens_per_second"),
+            "mfu": history.median("mfu"),
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            "max_loss_difference": max(
+                abs(a - b) for a, b in zip(history.losses, histories[settings[0]].losses, strict=True)
+            ),
+        }
+    result = {
+        **provenance(device),
+        "data": {"name": dataset.name, "key": dataset.key, "train_tokens": len(dataset.train)},
+        "model_config": asdict(model_config),
+        "training_config": asdict(training_config),
+        "runs": runs,
+    }
+    with atomic_write(out / "comparison.json") as file:
+        file.write(json.dumps(result, indent=1).encode())
+    title = f"{device_name(device)}, {', '.join(settings)}: same weights, same batches"
+    for suffix in ("png", "svg"):
+        plot_loss(histories, out / f"comparison.{suffix}", title)
+    for setting, run in runs.items():
+        mfu = "" if run["mfu"] is None else f", MFU {run['mfu']:.1%}"
+        console.print(
+            f"{setting:>6}: {run['tokens_per_second']:,.0f} tokens/s{mfu}, validation loss "
+            f"{run['val'][-1]['val_loss']:.4f}, at most {run['max_loss_difference']:.4f} from {settings[0]!r}"
+        )
+    return result
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Return where and when a result was made: device, versions, commit (None outside a repository), date in UTC."""
+
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    try:
+        here = Path(__file__).parent
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        commit = git.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = None
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "versions": {"python": platform.python_version()} | {p: installed(p) for p in ("torch", "triton", "flashtile")},
+        "commit": commit,
+    }
+
+
+if __name__ == "__main__":
+    compare_attention(["flash", "naive", "sdpa"], *PRESETS["gpt2-124m"], sys.argv[1])
