@@ -57,9 +57,8 @@ test-gpu: .venv/.ready  ## run all tests with the GPU
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: .venv/.ready-lint  ## ruff and pyright
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	@status=0; for check in "ruff check" "ruff format --check" pyright; do \
+	    echo "$(BIN)/$$check"; $(BIN)/$$check || status=1; done; exit $$status
 
 format: .venv/.ready-lint  ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix
