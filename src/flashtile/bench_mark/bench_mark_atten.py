@@ -45,8 +45,8 @@ class Options:
     """Widths; default 512 1024 2048 on a GPU, 64 128 on a CPU."""
     seq_len: tuple[int, ...] = ()
     """Lengths; default 512 2048 4096 on a GPU, 128 256 on a CPU."""
-    batch_size: int | None = None
-    """Sequences; default 4 on a GPU, 1 on a CPU."""
+    batch_size: int = 1
+    """Sequences."""
     head_dim: int | None = None
     """Width of a head; default 64 on a GPU, 32 on a CPU."""
     causal: bool = True
@@ -109,7 +109,7 @@ def subjects_of(options: Options, device: torch.device, batch: int, d_model: int
 def measure_shape(options: Options, clock: Clock, batch: int, d_model: int, seq_len: int) -> list[Row]:
     """Return the rows of one shape; each module's first variant is the reference of the others."""
     head_dim = min(d_model, options.head_dim or (64 if clock.device.type == "cuda" else 32))
-    needed = _MATRICES * batch * (d_model // head_dim) * seq_len**2 * 4
+    needed = _MATRICES * batch * (d_model // head_dim) * seq_len**2 * 8  # the check is in fp64
     if needed > (available := available_bytes(clock.device)):
         reason = f"needs about {needed / 2**30:.0f} GiB for score matrices, {available / 2**30:.0f} GiB are free"
         return [{"module": m, "d_model": d_model, "seq_len": seq_len, "mode": mode, "status": "unsupported",
@@ -146,7 +146,7 @@ def run(options: Options, console: Console | None = None) -> Result:
                 bar.console.print(f"the time limit of {options.seconds:g} s is over")
                 break
             bar.update(task, description=f"d_model {d_model} seq_len {seq_len}")
-            rows = measure_shape(options, clock, options.batch_size or (4 if gpu else 1), d_model, seq_len)
+            rows = measure_shape(options, clock, options.batch_size, d_model, seq_len)
             result.rows += rows
             result.save(options.out)
             for row in rows:

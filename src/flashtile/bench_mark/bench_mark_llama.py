@@ -89,7 +89,7 @@ def subjects_of(
         if level == "attention":
             split = (shape.batch, shape.heads, shape.seqlen, shape.head_dim)
             inputs = [torch.randn(split, device=device, dtype=dtype) for _ in range(3)]
-            found[attention] = Subject(_attention(attention), inputs, columns=columns)
+            found[attention] = Subject(_attention(attention), inputs, columns)
             continue
         where: dict[str, Any] = {"attention": attention, "device": device, "dtype": dtype}
         if level == "layer":
@@ -158,7 +158,7 @@ def run(options: Options, console: Console | None = None) -> Result:
         console.print(line, highlight=False, soft_wrap=True)
     for name, entry in result.summary.get("ratios", {}).items():
         shown = ", ".join(f"{what} {value:.2f}x" for what, value in entry.items())
-        console.print(f"{name:20} standard / flash: {shown}", highlight=False)
+        console.print(f"{name:20} standard / flash: {shown}", highlight=False, soft_wrap=True)
     console.print(f"published, attention:  time {PUBLISHED['time']}x, memory {PUBLISHED['memory']}x", highlight=False)
     return result
 

@@ -192,7 +192,8 @@ def attempt(call: Callable[[], Any]) -> tuple[Any, str]:
         text = " ".join(str(error).split())
         reason = f"{type(error).__name__}: {text[:300]}"
     # The traceback is gone by now, and with it the tensors that its frames held.
-    release()
+    with contextlib.suppress(RuntimeError):  # after an illegal access every call fails, this one too
+        release()
     return None, reason
 
 
