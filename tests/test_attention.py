@@ -1,5 +1,7 @@
 """flash_attention as users call it: any rank and strides, every way of running PyTorch, on the CPU and on a GPU."""
 
+import importlib.util
+import os
 from typing import Any
 
 import pytest
@@ -14,6 +16,11 @@ from tests.reference import Case, Result, assert_result_accurate, cases, plain, 
 # (device, backend): the tests' environment sends CPU tensors to Triton's interpreter, so PyTorch is asked for by name.
 PLACES = [pytest.param("cpu", "cpu", id="cpu"), pytest.param("cuda", None, id="cuda", marks=pytest.mark.gpu)]
 everywhere = pytest.mark.parametrize(("device", "backend"), PLACES)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+interpreter = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET is not 1, or there is no Triton")
+everywhere_and_interpreted = pytest.mark.parametrize(
+    ("device", "backend"), [*PLACES, pytest.param("cpu", "triton", id="interpreter", marks=interpreter)]
+)
 OPERATOR = torch.ops.flashtile.forward.default
 HALF = torch.bfloat16
 
@@ -83,7 +90,7 @@ def test_returns_the_output_alone_unless_asked():
     assert both[1].dtype == torch.float32
 
 
-@everywhere
+@everywhere_and_interpreted
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 2, 0, 5), (2, 2, 5, 0), (2, 2, 0, 0), (2, 0, 5, 5)], ids=str)
 def test_empty_tensors(shape, is_causal, device, backend):
@@ -98,7 +105,7 @@ def test_empty_tensors(shape, is_causal, device, backend):
     assert (got.lse == -torch.inf).all()
 
 
-@everywhere
+@everywhere_and_interpreted
 def test_rows_that_see_no_key(device, backend):
     q, k, v, do, dlse = Case(1, 2, 2, 5, 2).tensors(device=device)
     got = with_gradients(q, k, v, do, dlse, is_causal=True, backend=backend)
@@ -173,7 +180,7 @@ def test_fused_projection(head_dim, device, backend):
     assert torch.equal(dx.permute(2, 0, 3, 1, 4), torch.stack(want[2:]))
 
 
-@everywhere
+@everywhere_and_interpreted
 @pytest.mark.parametrize("watched", [False, True], ids=["eager", "operator"])
 def test_results_lie_in_memory_like_their_inputs(watched, device, backend):
     q = torch.randn(2, 20, 12, 16, device=device).transpose(1, 2).requires_grad_()

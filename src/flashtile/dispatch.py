@@ -74,6 +74,7 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@functools.cache
 def has_triton() -> bool:
     """Return whether the package triton is installed, without importing it."""
     try:
