@@ -162,10 +162,12 @@ def test_a_killed_run_resumes_bit_for_bit(corpus, quiet, tmp_path):
     assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
     lost = read_history(tmp_path / "killed")
     assert lost.train[-1]["step"] == 4  # the log is ahead of the checkpoint of step 3
+    (tmp_path / "killed" / ".checkpoint.pt.1.tmp").write_bytes(b"half a checkpoint")
     torch.manual_seed(99)  # nothing may come from the resuming process's own generator
     resumed = train(TINY, QUICK, tmp_path / "killed", data=corpus, resume=True, console=quiet)
     assert rows(resumed) == rows(straight)
     assert rows(read_history(tmp_path / "killed")) == rows(straight)
+    assert not list((tmp_path / "killed").glob(".*"))
     for name in ("model/model.safetensors", "model/config.json", "model/tokenizer.json"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
 

@@ -195,6 +195,20 @@ def test_settings_train_the_same_model(attention):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("attention", SETTINGS)
+def test_a_training_step_is_one_graph(attention):
+    torch._dynamo.reset()
+    model = TransformerLM.from_config(replace(TINY, attention=attention))
+    ids = torch.randint(300, (2, 17))
+    cross_entropy(model(ids[:, :-1]), ids[:, 1:]).backward()
+    eager = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model.compile(backend="aot_eager", fullgraph=True)
+    cross_entropy(model(ids[:, :-1]), ids[:, 1:]).backward()
+    for a, b in zip(eager, model.parameters(), strict=True):
+        torch.testing.assert_close(a, b.grad, atol=1e-6, rtol=1e-4)
+
+
 def test_language_model_is_causal_and_takes_one_sequence_or_many():
     model = TransformerLM.from_config(TINY)
     ids = torch.randint(300, (3, 16))

@@ -57,12 +57,14 @@ def run_demo(
     console.print(
         f"\nLoss {first:.2f} at the first step, {last:.2f} in validation now: "
         f"of {model_config.vocab_size:,} tokens the model hesitates between {math.exp(last):.0f}.\n"
-        f"Took {time.perf_counter() - started:.0f} s. The plot is {plot}\n"
+        f"Took {time.perf_counter() - started:.0f} s. The plot is {plot}\n",
+        soft_wrap=True,
+        markup=False,
     )
     model, tokenizer = load_model(Path(out_dir, "model"))
     console.print("[bold]What it writes[/bold]")
     console.print(prompt, end="", markup=False, highlight=False)
     for piece in stream(model, tokenizer, prompt, SamplingConfig(max_new_tokens=200, temperature=0.7, seed=0)):
         console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"\n\nMore of it: [bold]flashtile generate --model {Path(out_dir, 'model')}[/bold]")
+    console.print(f"\n\nMore of it: flashtile generate --model {Path(out_dir, 'model')}", soft_wrap=True, markup=False)
     return history

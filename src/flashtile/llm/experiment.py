@@ -1,6 +1,6 @@
 """The same training run under several attention settings: do they learn alike, and how fast are they?
 
-python -m flashtile.llm.experiment OUT_DIR          # GPT-2 124M, bf16, on this machine's GPU
+`python -m flashtile.llm.experiment OUT_DIR [--compile]` compares all of them on GPT-2 124M, in bf16 on a GPU.
 """
 
 from __future__ import annotations
@@ -128,4 +128,6 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    compare_attention(["flash", "naive", "sdpa"], *PRESETS["gpt2-124m"], sys.argv[1])
+    model, training = PRESETS["gpt2-124m"]
+    training = replace(training, compile="--compile" in sys.argv[2:])
+    compare_attention(["flash", "naive", "sdpa"], model, training, sys.argv[1])

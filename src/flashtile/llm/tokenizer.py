@@ -85,7 +85,7 @@ class Tokenizer:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise ValueError(f"text must be valid Unicode: {error}") from None
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token stands for; they need not be whole characters."""

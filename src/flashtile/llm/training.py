@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,7 @@ def train(
             vocab_size=model_config.vocab_size,
             val_fraction=training_config.val_fraction,
             cache_dir=run / "data",
-            say=console.print,
+            say=partial(console.print, soft_wrap=True, markup=False),
         )
     if dataset.tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(
@@ -85,6 +86,8 @@ def train(
         # What an earlier run left must not be taken for this one's if this one is killed before it saves.
         checkpoint_path.unlink(missing_ok=True)
         shutil.rmtree(run / "model", ignore_errors=True)
+    for leftover in run.glob(".*.tmp"):  # what a kill in the middle of a write has left
+        leftover.unlink()
     return trainer.run(console)
 
 
@@ -172,7 +175,8 @@ class Trainer:
         finally:
             self.log.close()
         if self.log.history.interrupted:
-            console.print(f"Stopped after step {self.step} of {config.steps}; the checkpoint is saved. Resume with:")
+            stopped = f"Stopped after step {self.step} of {config.steps}; the checkpoint is saved. Resume with:"
+            console.print(stopped, soft_wrap=True)
             data = "" if self.dataset.source is None else f" --data {self.dataset.source}"
             console.print(
                 f"    flashtile train --resume --out-dir {self.directory}{data}", soft_wrap=True, markup=False
@@ -184,11 +188,12 @@ class Trainer:
         console.print(
             f"{self.model.num_parameters() / 1e6:.1f} M parameters, attention {model.attention!r}, "
             f"{device_name(self.device)}, {str(self.autocast_dtype).removeprefix('torch.')}, "
-            f"{self.tokens_per_step:,} tokens a step; a uniform guess has loss {math.log(model.vocab_size):.2f}."
+            f"{self.tokens_per_step:,} tokens a step; a uniform guess has loss {math.log(model.vocab_size):.2f}.",
+            soft_wrap=True,
         )
         if self.step:
             changed = "".join(f"; {name} {old} -> {new}" for name, (old, new) in self.changed.items())
-            console.print(f"Resuming after step {self.step}{changed}.")
+            console.print(f"Resuming after step {self.step}{changed}.", soft_wrap=True)
 
     def train_step(self) -> None:
         """Do one optimizer step; its loss and gradient norm stay on the device until the next flush."""

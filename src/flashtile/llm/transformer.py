@@ -141,6 +141,9 @@ class ScaledDotProductAttention(nn.Module):
         return scaled_dot_product_attention(q, k, v, mask)
 
 
+_DENSE = {is_causal: ScaledDotProductAttention(is_causal) for is_causal in (False, True)}
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, attention: Attention = "flash") -> Tensor:
     """Compute attention by the implementation that `attention` names; all give the same answer.
 
@@ -153,7 +156,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, attention: Atten
     if attention == "flash":
         return flash_attention(q, k, v, is_causal=is_causal)
     if attention == "naive":
-        return ScaledDotProductAttention(is_causal)(q, k, v)
+        return _DENSE[is_causal](q, k, v)
     check_attention(attention)
     seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
     # torch's is_causal aligns the first query with the first key, which is ours only for equal lengths.
@@ -351,8 +354,8 @@ class TransformerLM(nn.Module):
         self.ln_final = RMSNorm(d_model, device=device, dtype=dtype)
         self.lm_head = Linear(d_model, vocab_size, device, dtype)
         if tie_embeddings:
-            # One matrix, two uses: it needs the small scale of the output layer, and normalisation makes up for it
-            # at the input.
+            # One matrix, two uses: logits need a small scale (GPT-2's), and at the input normalisation makes up for it.
+            nn.init.trunc_normal_(self.lm_head.weight, std=0.02, a=-0.06, b=0.06)
             self.token_embeddings.weight = self.lm_head.weight
 
     @classmethod
