@@ -22,6 +22,8 @@ TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 # Bytes of shared memory that one program may use.
 SHARED_LIMIT = {"sm_80": 166_912, "sm_86": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 KERNELS = {"forward": forward_kernel, "backward_dq": backward_dq_kernel, "backward_dkdv": backward_dkdv_kernel}
+
+
 class Report(NamedTuple):
     """What the compiler made: shared bytes, registers a thread, bytes spilled, tensor-core instructions."""
 

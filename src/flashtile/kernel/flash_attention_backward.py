@@ -47,12 +47,13 @@ def backward_tile(s, dp, lse_log2, delta, q_idx, k_idx, where, softmax_scale, ma
     else:
         s = s * softmax_scale
         p = tl.exp2(score.forward(where, q_idx, k_idx, s, score.args) * LOG2E - lse_log2)
-    if MASKED:
-        visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < where.seqlen_k) & (q_idx < where.seqlen_q)
-        p = tl.where(visible, p, 0.0)
     ds = p * (dp - delta)
     if score is not None:
         ds = ds * score.derivative(where, q_idx, k_idx, s, score.args)
+    if MASKED:
+        visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < where.seqlen_k) & (q_idx < where.seqlen_q)
+        p = tl.where(visible, p, 0.0)
+        ds = tl.where(visible, ds, 0.0)
     return p, ds
 
 
@@ -65,8 +66,9 @@ def dq_tile(
     """Add one key tile's share to dQ (still without softmax_scale)."""
     start_n = n_block * BLOCK_N
     k_idx = (start_n + tl.arange(0, BLOCK_N))[None, :]
-    k = load_rows(k_src, k_strides, where.batch, head_kv, start_n, where.seqlen_k, BLOCK_N, HEAD_DIM, CHUNKS, MASKED)
-    v = load_rows(v_src, v_strides, where.batch, head_kv, start_n, where.seqlen_k, BLOCK_N, HEAD_DIM_V, CHUNKS_V, MASKED)
+    batch, length = where.batch, where.seqlen_k
+    k = load_rows(k_src, k_strides, batch, head_kv, start_n, length, BLOCK_N, HEAD_DIM, CHUNKS, MASKED)
+    v = load_rows(v_src, v_strides, batch, head_kv, start_n, length, BLOCK_N, HEAD_DIM_V, CHUNKS_V, MASKED)
     s = dot_transposed(q, k)
     dp = dot_transposed(do, v)
     _, ds = backward_tile(s, dp, lse_log2[:, None], delta[:, None], offs_m[:, None], k_idx, where, softmax_scale,
@@ -100,7 +102,9 @@ def backward_dq_kernel(
     delta = dot_rows(do, o)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + row * seqlen_q + offs_m, mask=inside, other=0.0)
-    lse_log2 = lse_to_log2(tl.load(lse_ptr + row * seqlen_q + offs_m, mask=inside, other=0.0))
+    lse = tl.load(lse_ptr + row * seqlen_q + offs_m, mask=inside, other=0.0)
+    delta = tl.where(lse == float("-inf"), 0.0, delta)  # no key, no gradient, whatever dlse says
+    lse_log2 = lse_to_log2(lse)
     tl.store(delta_ptr + row * row_stride + offs_m, delta, mask=inside)
     tl.store(lse_log2_ptr + row * row_stride + offs_m, lse_log2, mask=inside)
 

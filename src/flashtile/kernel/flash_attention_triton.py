@@ -1,6 +1,6 @@
 """The portable forward pass in Triton: exact attention, tile by tile, in O(n) memory.
 
-    S = softmax_scale * Q K^T      P = softmax(score(S) where mask)      O = P V      lse = ln sum exp(score(S) where mask)
+    S = score(softmax_scale * Q K^T) where mask      P = softmax(S)      O = P V      lse = ln sum exp(S)
 
 Each program owns BLOCK_M query rows of one head and walks over the key tiles that the mask leaves: first the partial
 ones on the left, then the full ones, then the partial ones on the right, one body for all. It writes its rows of O and
@@ -46,7 +46,8 @@ def forward_tile(
     """Fold one key tile into the running state (acc, row_max, row_sum)."""
     acc, row_max, row_sum = state
     start_n = n_block * BLOCK_N
-    k = load_rows(k_src, k_strides, where.batch, head_kv, start_n, where.seqlen_k, BLOCK_N, HEAD_DIM, CHUNKS, MASKED)
+    batch, length = where.batch, where.seqlen_k
+    k = load_rows(k_src, k_strides, batch, head_kv, start_n, length, BLOCK_N, HEAD_DIM, CHUNKS, MASKED)
     s = dot_transposed(q, k)
     q_idx = offs_m[:, None]
     k_idx = (start_n + tl.arange(0, BLOCK_N))[None, :]
@@ -59,7 +60,7 @@ def forward_tile(
         visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < where.seqlen_k)
         s = tl.where(visible, s, float("-inf"))
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2)
-    v = load_rows(v_src, v_strides, where.batch, head_kv, start_n, where.seqlen_k, BLOCK_N, HEAD_DIM_V, CHUNKS_V, MASKED)
+    v = load_rows(v_src, v_strides, batch, head_kv, start_n, length, BLOCK_N, HEAD_DIM_V, CHUNKS_V, MASKED)
     acc = dot_add(p, v, scale_rows(acc, alpha[:, None]))
     return acc, row_max, row_sum
 
@@ -92,13 +93,16 @@ def forward_kernel(
     )
     for n_block in tl.range(first, full_first):
         state = forward_tile(n_block, state, q, k_src, v_src, k_strides, v_strides, where, head_kv, offs_m,
-                             softmax_scale, mask, score, HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, True)  # fmt: skip
+                             softmax_scale, mask, score,
+                             HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, True)  # fmt: skip
     for n_block in tl.range(full_first, full_end):
         state = forward_tile(n_block, state, q, k_src, v_src, k_strides, v_strides, where, head_kv, offs_m,
-                             softmax_scale, mask, score, HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, False)  # fmt: skip
+                             softmax_scale, mask, score,
+                             HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, False)  # fmt: skip
     for n_block in tl.range(full_end, end):
         state = forward_tile(n_block, state, q, k_src, v_src, k_strides, v_strides, where, head_kv, offs_m,
-                             softmax_scale, mask, score, HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, True)  # fmt: skip
+                             softmax_scale, mask, score,
+                             HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, True)  # fmt: skip
     acc, row_max, row_sum = state
 
     lse = lse_from_softmax(row_max, row_sum, softmax_scale if score is None else 1.0)

@@ -1,8 +1,8 @@
 """Launch configurations: the only place with tile numbers.
 
-The numbers live in ``launch_table.json``, one row per (architecture, kernel, largest head_dim served, bits per element),
-with a note of where they come from: a measurement (device and date, written by ``bench_mark/tune_launch.py``) or the
-compiler's report of registers and shared memory. Nothing is tuned at run time.
+The numbers live in ``launch_table.json``, one row per architecture, kernel, largest head_dim served and bits per
+element, with a note of where they come from: a measurement (device and date, written by ``bench_mark/tune_launch.py``)
+or the compiler's report of registers and shared memory. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def lookup(kernel: str, arch: str, head_dim: int, head_dim_v: int, dtype: torch.
     for largest, config in entries:
         if widest <= largest:
             return config
-    raise NotImplementedError(f"head_dim {widest} is above {entries[-1][0]}, the largest that {kernel} serves on {arch}")
+    raise NotImplementedError(f"head_dim {widest} is above {entries[-1][0]}, the largest for {kernel} on {arch}")
 
 
 def operand(t: torch.Tensor, block_rows: int) -> tuple[object, tuple[int, ...]]:
