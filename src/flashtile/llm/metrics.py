@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,11 @@ class MetricLog:
     def flush(self) -> None:
         """Hand everything recorded to the operating system."""
         self._file.flush()
+
+    def sync(self) -> None:
+        """Put everything recorded on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the files."""

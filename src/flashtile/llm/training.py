@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import signal
 import threading
@@ -157,8 +158,7 @@ class Trainer:
         try:
             with progress, catch_interrupt() as interrupted:
                 task = progress.add_task("", total=config.steps, completed=self.step, status="")
-                self._clock = time.perf_counter()
-                self._clock_step = self.step
+                self._restart_clock()
                 while self.step < config.steps and not interrupted.is_set():
                     self.train_step()
                     last = self.step == config.steps
@@ -177,10 +177,10 @@ class Trainer:
         if self.log.history.interrupted:
             stopped = f"Stopped after step {self.step} of {config.steps}; the checkpoint is saved. Resume with:"
             console.print(stopped, soft_wrap=True)
-            data = "" if self.dataset.source is None else f" --data {self.dataset.source}"
-            console.print(
-                f"    flashtile train --resume --out-dir {self.directory}{data}", soft_wrap=True, markup=False
-            )
+            command = ["flashtile", "train", "--resume", "--out-dir", str(self.directory)]
+            if self.dataset.source is not None:
+                command += ["--data", self.dataset.source]
+            console.print(f"    {shlex.join(command)}", soft_wrap=True, markup=False)
         return self.log.history
 
     def _announce(self, console: Console) -> None:
@@ -232,11 +232,13 @@ class Trainer:
         for row in rows:
             self.log.write(row)
         self.log.flush()
-        bad = next((row for row in rows if not math.isfinite(row["loss"])), None)
-        if bad is not None:
-            raise FloatingPointError(
-                f"the loss of step {bad['step']} is {bad['loss']}; a lower max_lr than {self.config.max_lr} may help"
-            )
+        for row in rows:
+            # The norm is looked at too: its step has spoilt the weights, which must not reach a checkpoint.
+            if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+                raise FloatingPointError(
+                    f"step {row['step']} has loss {row['loss']} and gradient norm {row['grad_norm']}; "
+                    f"a lower max_lr than {self.config.max_lr} may help"
+                )
         self._restart_clock()
         return status
 
@@ -260,6 +262,7 @@ class Trainer:
     def save(self) -> None:
         """Write `checkpoint.pt`: all that the next step depends on."""
         self._flush()  # the log must not lack a step that the checkpoint has
+        self.log.sync()
         extra = {
             "model_config": self.model.config.to_dict(),
             "training_config": self.config.to_dict(),
