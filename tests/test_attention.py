@@ -192,6 +192,22 @@ def test_results_lie_in_memory_like_their_inputs(watched, device, backend):
     assert lse.is_contiguous()
 
 
+def lazily_negated(t):
+    return torch.complex(torch.zeros_like(t), -t).conj().imag
+
+
+@everywhere_and_interpreted
+def test_lazily_negated_tensors(device, backend):
+    q, k, v, do, dlse = Case().tensors(device=device)
+    views = [lazily_negated(t) for t in (q, k, v, do, dlse)]
+    assert all(t.is_neg() for t in views)
+    want = with_gradients(q, k, v, do, dlse, backend=backend)
+    q, k, v = leaves(*views[:3])
+    o, lse = flash_attention(q, k, v, return_lse=True, backend=backend)
+    got = (o, lse, *torch.autograd.grad((o, lse), (q, k, v), views[3:]))
+    assert all(map(torch.equal, got, want))
+
+
 def test_gradient_of_nothing_but_a_view():
     """sum() hands a gradient whose strides are all 0."""
     q, k, v, _, _ = Case().tensors()

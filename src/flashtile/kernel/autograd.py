@@ -54,8 +54,12 @@ def attend(
     check.attention_inputs(q, k, v)
     check.options(is_causal, softmax_scale)
     options = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale), is_causal, backend
-    # Dynamo reads this function when it meets FlashAttention.apply: show it the operator (flashtile.ops registers it).
-    run: Any = torch.ops.flashtile.forward if torch.compiler.is_compiling() else forward
+    run: Any = forward
+    if torch.compiler.is_compiling():
+        # Dynamo reads this function when it meets FlashAttention.apply: show it the operator (of flashtile.ops).
+        run = torch.ops.flashtile.forward
+    elif q.is_neg() or k.is_neg() or v.is_neg():  # negated lazily (conj().imag): kernels would read the wrong sign
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if q.ndim == 4:
         return (q, k, v, *run(q, k, v, *options)), options
     o, lse = run(as_4d(q), as_4d(k), as_4d(v), *options)
@@ -110,10 +114,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(dq, dk, dv)`` from the backend that served the forward pass; every tensor is 4-D (lse 3-D)."""
     plan = select(Problem.of(q, k, v, is_causal), backend)
-    if do is None:  # only the log-sum-exp was used
-        do = o.new_zeros(()).expand(o.shape)
+    do = o.new_zeros(()).expand(o.shape) if do is None else do.resolve_neg()  # None: only the log-sum-exp was used
     if dlse is not None:
-        dlse = dlse.contiguous()
+        dlse = dlse.contiguous().resolve_neg()
     mask_ = _mask(is_causal)
     return load(plan.backend).backward(do, q, k, v, o, lse, dlse, softmax_scale=softmax_scale, mask=mask_)
 
