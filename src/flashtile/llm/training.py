@@ -254,7 +254,7 @@ class Trainer:
         self.log.flush()
         train_loss = self.log.history.train[-1]["loss"]
         console.print(
-            f"step {self.step:>6,}   training loss {train_loss:.3f}   "
+            f"step {self.step:>6}   training loss {train_loss:.3f}   "
             f"validation loss {loss:.3f}, perplexity {math.exp(min(loss, 700.0)):,.1f}"
         )
         self._restart_clock()
