@@ -53,18 +53,39 @@ def test_clock_takes_turns_and_keeps_failures_apart():
     order = []
 
     def fails():
-        raise ValueError("no such\n  kernel")
+        raise ValueError("no such\n  kernel in /some/where/file.py: 3 / 4")
 
     clock = Clock(CPU, passes=8, ms_per_pass=0.001, seed=3)
     calls = {name: Timed(lambda name=name: order.append(name)) for name in "ab"} | {"c": Timed(fails)}
     timings, failures = clock.time(calls)
-    assert failures == {"c": "ValueError: no such kernel"}
+    assert failures == {"c": "ValueError: no such kernel in file.py: 3 / 4"}
     assert timings.keys() == {"a", "b"}
     for timing in timings.values():
         assert 0 < timing.min_ms <= timing.median_ms
         assert timing.samples >= 8
     turns = [name for name, _ in itertools.groupby(order)]
     assert len(turns) < 2 * (1 + 8)  # shuffled: some turn ends a pass and begins the next one too
+
+
+def test_the_clock_of_a_gpu(monkeypatch):
+    """The path of CUDA events, on events that count the calls between them."""
+    calls = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = len(calls)
+
+        def elapsed_time(self, end):
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = Clock(CPU, passes=2, ms_per_pass=3.0, _flush=torch.ones(4))
+    timings, failures = clock.time({"a": Timed(lambda: calls.append("a"))})
+    assert not failures
+    assert timings["a"] == measure.Timing(median_ms=1.0, min_ms=1.0, spread=0.0, samples=6)
 
 
 def test_an_interrupt_is_no_failure():

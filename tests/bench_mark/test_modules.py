@@ -19,7 +19,7 @@ def console() -> Console:
     return Console(file=io.StringIO(), width=200)
 
 
-def test_atten(tmp_path, console):
+def test_atten(tmp_path, console, cpu_path):
     options = bench_mark_atten.Options(
         d_model=(8,),
         seq_len=(16,),
@@ -39,7 +39,7 @@ def test_atten(tmp_path, console):
     assert {row["status"] for row in result.rows} == {"ok"}
 
 
-def test_llama(tmp_path, console):
+def test_llama(tmp_path, console, cpu_path):
     options = bench_mark_llama.Options(seq_len=16, num_heads=1, head_dim=8, d_ff=16, out=tmp_path / "l.json", **QUICK)
     bench_mark_llama.run(options, console)
     result = Result.load(tmp_path / "l.json")
@@ -60,7 +60,7 @@ def test_a_wrong_module_is_not_timed():
     assert "ms" not in by_name["wrong", "forward"]
 
 
-def test_overhead(tmp_path, console, monkeypatch):
+def test_overhead(tmp_path, console, monkeypatch, cpu_path):
     monkeypatch.setattr(bench_mark_overhead, "_compiled", lambda prepared: prepared.attention)
     options = bench_mark_overhead.Options(
         providers=("flashtile", "sdpa", "fa2"), seq_len=8, head_dim=8, calls=2, passes=1, first_call=False,

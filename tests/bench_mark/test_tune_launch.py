@@ -50,11 +50,41 @@ def test_a_wrong_configuration_is_refused(monkeypatch):
     now = tuner.current(Group("forward", 16, "fp32"))
 
     def caller(group, case, inputs, others):
-        return lambda config: lambda: (torch.ones(3) * (2 if config and config.block_m == 99 else 1),)
+        return lambda config: lambda: (torch.ones(3) * (2 if config.block_m == 99 else 1),)
 
     monkeypatch.setattr(tune_launch, "caller", caller)
     rows = tuner.screen(Group("forward", 16, "fp32"), [LaunchConfig(99, 16, 4, 1)])
     assert {row["block_m"]: row["status"] for row in rows} == {99: "failed", now.block_m: "ok"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
+def test_a_whole_run(tmp_path, monkeypatch):
+    """Everything but the GPU: the pool compiles nothing, one candidate fails to compile, one is not reached in time."""
+    compiled = []
+
+    def run(self, work, jobs, seconds):
+        compiled.append(jobs)
+        reasons = {(job.config.block_m, job.config.block_n): "" for job in jobs} | {(8, 8): "no", (4, 4): None}
+        return [reasons[job.config.block_m, job.config.block_n] for job in jobs]
+
+    sizes = ((16, 16), (16, 32), (8, 8), (4, 4))
+    monkeypatch.setattr(tune_launch.Pool, "run", run)
+    monkeypatch.setattr(tune_launch.progress, "device_of", lambda name: CPU)
+    monkeypatch.setattr(tune_launch, "candidates", lambda group, thorough: [LaunchConfig(m, n, 4, 1) for m, n in sizes])
+    table = tmp_path / "table.json"
+    table.write_text(tune_launch.TABLE.read_text())
+    log = io.StringIO()
+    options = Options(kernels=("forward",), head_dims=(16,), dtypes=("fp32",), seq_lens=(16,), tokens=16, width=16,
+                      finalists=1, out=tmp_path / "tune.json", commit="abc")  # fmt: skip
+    tune_launch.run(options, Console(file=log, width=200))
+    result = Result.load(tmp_path / "tune.json")
+    assert result.complete
+    assert [row["status"] for row in result.rows] == ["ok", "ok", "ok", "failed", "skipped"]
+    assert sum(row["chosen"] for row in result.rows) == 1
+    assert [len(jobs) for jobs in compiled] == [4, 2]  # then the finalist and the table's own, full
+    assert "forward d16 fp32" in log.getvalue()
+    tune_launch.write_table(result, Console(file=log), table)
+    assert any(row["source"].startswith("measured on") for row in json.loads(table.read_text()))
 
 
 def test_the_table_is_rewritten(tmp_path):

@@ -41,7 +41,9 @@ class Result:
     def start(cls, benchmark: str, device: torch.device, settings: dict[str, Any], commit: str = "") -> Result:
         """Return an empty result that describes this machine at this moment."""
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        return cls(benchmark, device_facts(device), versions(), commit or git_commit(), date, settings)
+        # Where a file lies is nobody's business but its owner's.
+        shown = {name: value for name, value in settings.items() if name not in ("out", "apply", "write", "commit")}
+        return cls(benchmark, device_facts(device), versions(), commit or git_commit(), date, shown)
 
     def save(self, path: str | Path) -> Path:
         """Write the JSON at once or not at all, so that an interrupted run leaves the last whole version."""
