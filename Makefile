@@ -33,8 +33,9 @@ setup: .venv/.ready  ## install everything into .venv
 	@[ -x $(BIN)/python ] || { echo "== making .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; } || { \
 	    rm -rf .venv; \
 	    echo "$(PYTHON) cannot make a virtual environment: install its venv module (on Debian and Ubuntu: python3-venv)" >&2; exit 1; }
-	@echo "== installing $(TORCH) (once, minutes on a slow network)"
-	@$(BIN)/python -m pip --disable-pip-version-check install "$(TORCH)"
+	@if $(BIN)/python -c 'import torch' 2>/dev/null; then quiet=--quiet; \
+	    else echo "== installing $(TORCH) (the largest part: minutes on a slow network)"; fi; \
+	    $(BIN)/python -m pip --disable-pip-version-check install $$quiet "$(TORCH)"
 	@echo "== installing flashtile and its test tools"
 	@$(PIP) --editable ".[test]"
 	@$(BIN)/python -c 'import triton' 2>/dev/null || { echo "== installing $(TRITON)"; $(PIP) "$(TRITON)"; } || \

@@ -164,7 +164,7 @@ def test_presets_are_those_of_the_llm():
 @pytest.mark.parametrize("kind", cli.BENCHMARKS)
 def test_benchmarks_are_there(kind, capsys):
     assert exit_status("bench", kind, "--help") == 0
-    assert "--out" in capsys.readouterr().out
+    assert f"usage: flashtile bench {kind}" in capsys.readouterr().out
 
 
 def test_train_resume_generate(cpu_path, corpus, tmp_path, capsys):

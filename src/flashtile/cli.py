@@ -24,6 +24,7 @@ BENCHMARKS = {
     "llama": ("bench_mark_llama", "a LLaMA-7B-shaped attention layer and block at 2,048 tokens"),
     "overhead": ("bench_mark_overhead", "microseconds per call at a tiny shape"),
     "tune": ("tune_launch", "find block sizes for this GPU and write the launch table"),
+    "plot": ("plot", "the tables and pictures of docs/benchmarks.md from the result files in docs/results"),
 }
 INTERRUPTED = 130  # the exit status by which shells know Ctrl-C
 
@@ -245,7 +246,7 @@ def doctor() -> int:
 
 
 def bench(args: Sequence[str]) -> None:
-    """Measure attention: flash-attention, atten, llama, overhead, tune; each has its own --help.
+    """Measure attention (flash-attention, atten, llama, overhead), tune and plot; each has its own --help.
 
     Examples:
       flashtile bench flash-attention --head-dim 64 128 --seq-len 1024 4096
