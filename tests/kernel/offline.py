@@ -16,7 +16,7 @@ from flashtile import mask
 from flashtile.kernel import launch
 from flashtile.kernel.flash_attention_backward import backward_dkdv_kernel, backward_dq_kernel
 from flashtile.kernel.flash_attention_triton import forward_kernel
-from flashtile.kernel.tile import head_dim_chunks
+from flashtile.kernel.tile import sizes
 
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 # Bytes of shared memory that one program may use.
@@ -51,14 +51,7 @@ def compile_kernel(
     """Compile one kernel as a launch on contiguous, 16-byte aligned tensors would."""
     fn: JITFunction = KERNELS[kernel]
     head_dim_v = head_dim_v or head_dim
-    constants: dict[str, Any] = {
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_V": head_dim_v,
-        "CHUNKS": head_dim_chunks(head_dim),
-        "CHUNKS_V": head_dim_chunks(head_dim_v),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-    }
+    constants = sizes(head_dim, head_dim_v, config)
     values: dict[str, Any] = {"mask": mask_value.on_device(), "score": score, "dlse_ptr": None, "row_stride": None}
     values |= constants
     types: dict[str, Any] = {"softmax_scale": "fp32", "score": "constexpr", "dlse_ptr": "constexpr"}

@@ -14,18 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.kernel import launch
+from flashtile.kernel import launch, launcher
 from flashtile.kernel.layout import empty_in_order_of
 from flashtile.kernel.tile import (
     LOG2E,
     dot_add,
     dot_rows,
     dot_transposed,
-    head_dim_chunks,
     load_per_row,
     load_rows,
     lse_to_log2,
     scale_rows,
+    sizes,
     store_rows,
     tile_bounds,
     zero_rows,
@@ -229,31 +229,27 @@ def backward(
     lse_log2, delta = torch.empty((2, batch * num_heads_q, row_stride), dtype=torch.float32, device=q.device)
     scalars = (softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k)
     values = (mask.on_device(), score.on_device() if score else None)
-    sizes = {
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_V": head_dim_v,
-        "CHUNKS": head_dim_chunks(head_dim),
-        "CHUNKS_V": head_dim_chunks(head_dim_v),
-    }
     with launch.on_device(q.device):
         config = config_dq
-        (do_src, do_strides), (q_src, q_strides) = (launch.operand(t, config.block_m) for t in (do, q))
-        (k_src, k_strides), (v_src, v_strides) = (launch.operand(t, config.block_n) for t in (k, v))
-        backward_dq_kernel[(triton.cdiv(seqlen_q, config.block_m) * num_heads_q * batch,)](
+        (do_src, do_strides), (q_src, q_strides) = (launcher.operand(t, config.block_m) for t in (do, q))
+        (k_src, k_strides), (v_src, v_strides) = (launcher.operand(t, config.block_n) for t in (k, v))
+        args = (
             do_src, q_src, k_src, v_src, o, lse, None if dlse is None else dlse.contiguous(), dq, lse_log2, delta,
             do_strides, q_strides, k_strides, v_strides, o.stride(), dq.stride(), row_stride, *scalars, *values,
-            **sizes, BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options(),
         )  # fmt: skip
+        programs = triton.cdiv(seqlen_q, config.block_m) * num_heads_q * batch
+        launcher.run(backward_dq_kernel, programs, q.device, args, sizes(head_dim, head_dim_v, config), config)
         if seqlen_k == 0:
             return dq, dk, dv
         config = config_dkdv
-        (do_src, do_strides), (q_src, q_strides) = (launch.operand(t, config.block_m) for t in (do, q))
-        (k_src, k_strides), (v_src, v_strides) = (launch.operand(t, config.block_n) for t in (k, v))
-        lse_log2_src, delta_src = (launch.row_operand(t, seqlen_q, config.block_m) for t in (lse_log2, delta))
-        backward_dkdv_kernel[(triton.cdiv(seqlen_k, config.block_n) * num_heads_kv * batch,)](
+        (do_src, do_strides), (q_src, q_strides) = (launcher.operand(t, config.block_m) for t in (do, q))
+        (k_src, k_strides), (v_src, v_strides) = (launcher.operand(t, config.block_n) for t in (k, v))
+        lse_log2_src, delta_src = (launcher.row_operand(t, seqlen_q, config.block_m) for t in (lse_log2, delta))
+        args = (
             do_src, q_src, k_src, v_src, lse_log2_src, delta_src, dk, dv,
             do_strides, q_strides, k_strides, v_strides, dk.stride(), dv.stride(),
             row_stride if lse_log2_src is lse_log2 else None, *scalars, *values,
-            **sizes, BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options(),
         )  # fmt: skip
+        programs = triton.cdiv(seqlen_k, config.block_n) * num_heads_kv * batch
+        launcher.run(backward_dkdv_kernel, programs, q.device, args, sizes(head_dim, head_dim_v, config), config)
     return dq, dk, dv

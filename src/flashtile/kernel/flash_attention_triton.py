@@ -12,17 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.kernel import launch
+from flashtile.kernel import launch, launcher
 from flashtile.kernel.autograd import FlashAttention
 from flashtile.kernel.layout import empty_in_order_of
 from flashtile.kernel.tile import (
     LOG2E,
     dot_add,
     dot_transposed,
-    head_dim_chunks,
     load_rows,
     lse_from_softmax,
     scale_rows,
+    sizes,
     softmax_step,
     store_rows,
     tile_bounds,
@@ -136,17 +136,15 @@ def forward(
     if o.numel() == 0 and lse.numel() == 0:
         return o, lse
     config = config or launch.lookup("forward", launch.arch_of(q.device), head_dim, head_dim_v, q.dtype)
-    grid = (triton.cdiv(seqlen_q, config.block_m) * num_heads_q * batch,)
-    q_src, q_strides = launch.operand(q, config.block_m)
-    k_src, k_strides = launch.operand(k, config.block_n)
-    v_src, v_strides = launch.operand(v, config.block_n)
+    q_src, q_strides = launcher.operand(q, config.block_m)
+    k_src, k_strides = launcher.operand(k, config.block_n)
+    v_src, v_strides = launcher.operand(v, config.block_n)
+    args = (
+        q_src, k_src, v_src, o, lse, q_strides, k_strides, v_strides, o.stride(),
+        softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k,
+        mask.on_device(), score.on_device() if score else None,
+    )  # fmt: skip
+    programs = triton.cdiv(seqlen_q, config.block_m) * num_heads_q * batch
     with launch.on_device(q.device):
-        forward_kernel[grid](
-            q_src, k_src, v_src, o, lse, q_strides, k_strides, v_strides, o.stride(),
-            softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k,
-            mask.on_device(), score.on_device() if score else None,
-            HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-            CHUNKS=head_dim_chunks(head_dim), CHUNKS_V=head_dim_chunks(head_dim_v),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options(),
-        )  # fmt: skip
+        launcher.run(forward_kernel, programs, q.device, args, sizes(head_dim, head_dim_v, config), config)
     return o, lse

@@ -87,44 +87,10 @@ def lookup(kernel: str, arch: str, head_dim: int, head_dim_v: int, dtype: torch.
     raise NotImplementedError(f"head_dim {widest} is above {entries[-1][0]}, the largest for {kernel} on {arch}")
 
 
-def operand(t: torch.Tensor, block_rows: int) -> tuple[object, tuple[int, ...]]:
-    """Return a (batch, heads, rows, columns) tensor as a kernel takes it: a source and its strides.
-
-    On sm_90 and later a 16-bit tensor that the copy engine can describe (a power of two columns, the last stride 1,
-    rows, heads and batches 16 bytes apart or a multiple) becomes a descriptor of ``block_rows`` whole rows, with empty
-    strides; any other is passed as it is. ``tile.load_rows`` reads both.
-    """
-    columns = t.shape[3]
-    if (
-        t.device.type == "cuda"
-        and t.element_size() == 2
-        and columns >= 16
-        and columns & (columns - 1) == 0
-        and has_copy_engine(t.device)
-        and t.stride(3) == 1
-        and (t.stride(0) | t.stride(1) | t.stride(2)) % 8 == 0
-        and t.data_ptr() % 16 == 0
-        and t.numel() > 0
-    ):
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, block_rows, columns]), ()
-    return t, t.stride()
-
-
-def row_operand(t: torch.Tensor, length: int, block_rows: int) -> object:
-    """Return per-query numbers, ``t`` of (rows, row_stride) with ``length`` valid ones, as a descriptor or as it is."""
-    if t.device.type == "cuda" and has_copy_engine(t.device):
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return TensorDescriptor(t, [t.shape[0], length], [t.stride(0), 1], [1, block_rows])
-    return t
-
-
 @functools.cache
 def has_copy_engine(device: torch.device) -> bool:
     """Return whether the GPU has the bulk tensor copy engine (CUDA, compute capability 9.0 and later)."""
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:

@@ -4,10 +4,14 @@ A head dimension that is no power of two is held as one or two chunks, each a po
 Q, K, V, O or dO is a tuple of one or two tiles. Columns past the head dimension are loaded as zeros and never stored.
 """
 
+import functools
 import math
+from typing import Any
 
 import triton
 import triton.language as tl
+
+from flashtile.kernel.launch import LaunchConfig
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
@@ -23,6 +27,19 @@ def head_dim_chunks(head_dim: int) -> tuple[int, ...]:
         return (whole,)
     second = max(16, triton.next_power_of_2(head_dim - first))
     return (whole,) if second == first else (first, second)
+
+
+@functools.cache
+def sizes(head_dim: int, head_dim_v: int, config: LaunchConfig) -> dict[str, Any]:
+    """Return the compile-time arguments that end every kernel's parameter list, in their order."""
+    return {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "CHUNKS": head_dim_chunks(head_dim),
+        "CHUNKS_V": head_dim_chunks(head_dim_v),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+    }
 
 
 @triton.jit
@@ -53,7 +70,7 @@ def load_rows(source, strides, batch, head, start, length, BLOCK: tl.constexpr, 
     """Load rows [start, start + BLOCK) of one head as a tuple of tiles; with MASKED, rows past ``length`` are zeros.
 
     ``source`` is a pointer with four strides, or a tensor descriptor (the copy engine of sm_90 and later: no address
-    arithmetic in registers, zeros past the end by itself) and then ``strides`` is empty. See ``launch.operand``.
+    arithmetic in registers, zeros past the end by itself) and then ``strides`` is empty. See ``launcher.operand``.
     """
     FIRST: tl.constexpr = CHUNKS[0]
     if len(strides) == 0:

@@ -1,0 +1,175 @@
+"""Launch a kernel with little work on the host: the compiled kernel and the tensor maps are looked up, not made.
+
+Triton's own launch takes longer on the host than a small attention takes on the GPU: it binds and specialises every
+argument anew and encodes a tensor map per descriptor. Here the first launch of each specialisation goes through Triton;
+later ones call the compiled kernel's launcher directly. Whatever Triton specialises on is part of the key.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+from flashtile.kernel.launch import LaunchConfig, has_copy_engine
+
+_MOST_TENSOR_MAPS = 4096
+_INT32_END = 2**31
+
+_compiled: dict[tuple, _Compiled] = {}
+_tensor_maps: dict[tuple, list] = {}
+_thread = threading.local()
+
+
+class Descriptor(NamedTuple):
+    """A tensor that a kernel reads through the copy engine, in blocks of ``block``; its last stride is 1."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+
+class _Compiled(NamedTuple):
+    """A compiled kernel ready to launch: Triton's object, its C launcher, and how each descriptor is encoded."""
+
+    kernel: Any
+    launch: Any
+    encodings: list
+
+
+def operand(t: torch.Tensor, block_rows: int) -> tuple[Any, tuple[int, ...]]:
+    """Return a (batch, heads, rows, columns) tensor as a kernel takes it: a source and its strides.
+
+    On sm_90 and later a 16-bit tensor that the copy engine can describe (a power of two columns, the last stride 1,
+    rows, heads and batches 16 bytes apart or a multiple) becomes a descriptor of ``block_rows`` whole rows, with empty
+    strides; any other is passed as it is. ``tile.load_rows`` reads both.
+    """
+    strides = t.stride()
+    columns = t.shape[3]
+    if (
+        t.itemsize == 2
+        and columns >= 16
+        and columns & (columns - 1) == 0
+        and strides[3] == 1
+        and (strides[0] | strides[1] | strides[2]) % 8 == 0
+        and has_copy_engine(t.device)
+        and t.data_ptr() % 16 == 0
+        and t.numel() > 0
+    ):
+        return Descriptor(t, t.shape, strides, (1, 1, block_rows, columns)), ()
+    return t, strides
+
+
+def row_operand(t: torch.Tensor, length: int, block_rows: int) -> Any:
+    """Return per-query numbers, ``t`` of (rows, row_stride) with ``length`` valid ones, as a descriptor or as it is."""
+    if has_copy_engine(t.device):
+        return Descriptor(t, (t.shape[0], length), t.stride(), (1, block_rows))
+    return t
+
+
+def run(
+    kernel: Any, programs: int, device: torch.device, args: tuple, constants: dict[str, Any], config: LaunchConfig
+) -> None:
+    """Launch ``programs`` programs of ``kernel`` on ``device``'s current stream.
+
+    ``args`` are the positional arguments (Descriptors among them), ``constants`` the compile-time ones after them.
+    """
+    if not has_copy_engine(device):  # the interpreter, and GPUs where Triton specialises on more than is keyed here
+        kernel[(programs,)](*args, **constants, **config.options())
+        return
+    _make_context_current(device)
+    special = _specialisation(args, kernel.arg_names, kernel.do_not_specialize)
+    key = (kernel, device.index, config, *constants.values(), *special)
+    known = _compiled.get(key)
+    if known is None or _hooked():
+        compiled = kernel[(programs,)](*(_as_triton(arg) for arg in args), **constants, **config.options())
+        _compiled[key] = _Compiled(compiled, _c_launcher(compiled), list(compiled.metadata.tensordesc_meta or ()))
+        return
+    compiled, c_launch, encodings = known
+    final: list[Any] = []
+    encoding = iter(encodings)
+    for arg in args:
+        if type(arg) is Descriptor:
+            final += _tensor_map(arg, next(encoding))
+        else:
+            final.append(arg)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    c_launch(
+        programs, 1, 1, stream, compiled.function, False, False, None, None,
+        compiled.packed_metadata, None, None, None, *final, *constants.values(),
+    )  # fmt: skip
+
+
+def _hooked() -> bool:
+    """Return whether a profiler asked Triton to be told of launches."""
+    from triton import knobs
+
+    return bool(knobs.runtime.launch_enter_hook)
+
+
+def _as_triton(arg: Any) -> Any:
+    if type(arg) is not Descriptor:
+        return arg
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(arg.tensor, list(arg.shape), list(arg.strides), list(arg.block))
+
+
+def _specialisation(args: tuple, names: list[str] | None, free: tuple[str, ...]) -> list:
+    """Return what Triton's compiled code depends on in ``args``: types, alignments, ones, jitted functions."""
+    key: list[Any] = []
+    for i, arg in enumerate(args):
+        kind = type(arg)
+        if kind is int:
+            if names is not None and names[i] in free:
+                key.append(arg >= _INT32_END)
+            else:
+                key.append(-1 if arg == 1 else (arg % 16 == 0) + 2 * (arg >= _INT32_END))
+        elif kind is Descriptor:
+            key.append((arg.tensor.dtype, arg.block))
+        elif isinstance(arg, tuple):
+            key.append((kind, *_specialisation(arg, None, free)))
+        elif isinstance(arg, torch.Tensor):
+            key.append((arg.dtype, arg.data_ptr() % 16 == 0))
+        elif kind is float:
+            key.append(float)
+        else:  # a jitted function, None
+            key.append(arg)
+    return key
+
+
+def _tensor_map(descriptor: Descriptor, encoding: dict) -> list:
+    """Return the encoded tensor map with its shape and strides, as the C launcher takes them.
+
+    The map holds an address, a shape and strides, so it stays right for any tensor that later has the same ones.
+    """
+    tensor, shape, strides, block = descriptor
+    key = (tensor.data_ptr(), shape, strides, block, tensor.dtype, encoding["swizzle"])
+    known = _tensor_maps.get(key)
+    if known is None:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        if len(_tensor_maps) >= _MOST_TENSOR_MAPS:
+            _tensor_maps.clear()
+        known = _tensor_maps[key] = make_tensordesc_arg(_as_triton(descriptor), encoding)
+    return known
+
+
+def _c_launcher(compiled: Any) -> Any:
+    """Return the C function behind a compiled kernel; Triton wraps it where descriptors have to be encoded."""
+    launch = compiled.run.launch
+    for cell in getattr(launch, "__closure__", None) or ():
+        if callable(cell.cell_contents):
+            return cell.cell_contents
+    return launch
+
+
+def _make_context_current(device: torch.device) -> None:
+    """Give this thread a CUDA context: autograd's worker threads start without one, and encoding a map needs it."""
+    ready = _thread.__dict__.setdefault("devices", set())
+    if device.index not in ready:
+        torch.cuda.set_device(device)
+        torch.cuda.mem_get_info(device)  # setting the device alone is put off until something needs the context
+        ready.add(device.index)
