@@ -75,6 +75,7 @@ def test_sources_say_nothing_about_somebodys_machine():
 
 
 def test_commands_in_the_readme_exist():
+    pytest.importorskip("tyro")
     from flashtile import cli
 
     text = (ROOT / "README.md").read_text()
