@@ -16,7 +16,7 @@ from flashtile.llm.metrics import History
 from flashtile.llm.plot import plot_loss
 from flashtile.llm.training import train
 
-PROMPT = "def "
+PROMPT = "def"  # no space behind it: the tokens of names begin with theirs
 
 
 def run_demo(
