@@ -25,7 +25,7 @@ from flashtile.bench_mark.compile_ahead import compile_ahead
 from flashtile.bench_mark.correctness import Gate, Verdict
 from flashtile.bench_mark.measure import Case, Clock, Timed, Timing, attempt
 from flashtile.bench_mark.providers import OURS, Inputs, Prepared, Provider, fresh_compiler, select
-from flashtile.bench_mark.result import Result, Row, geometric_mean
+from flashtile.bench_mark.result import Result, Row, cell, geometric_mean
 
 Mode = Literal["forward", "backward", "both"]
 FA2_GOAL = {"geometric mean": 1.15, "lowest": 0.95}
@@ -315,7 +315,9 @@ def print_summary(result: Result, console: Console) -> None:
             if "tflops" not in entry:
                 console.print(f"{mode:9} {name:15} not measured", highlight=False)
                 continue
-            text = f"{mode:9} {name:15} {entry['measured']}/{entry['shapes']} shapes  {entry['tflops']:7.1f} TFLOP/s"
+            text = (
+                f"{mode:9} {name:15} {entry['measured']}/{entry['shapes']} shapes  {cell(entry['tflops']):>7} TFLOP/s"
+            )
             for ratio in ("vs_fa2", "vs_best_peer"):
                 if ratio in entry:
                     text += f"  {ratio} {entry[ratio]:.3f} (lowest {entry[f'{ratio}_lowest']:.3f})"
