@@ -11,6 +11,7 @@ import threading
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from flashtile.kernel.launch import LaunchConfig, has_copy_engine
 
@@ -104,9 +105,8 @@ def run(
 
 def _hooked() -> bool:
     """Return whether a profiler asked Triton to be told of launches."""
-    from triton import knobs
-
-    return bool(knobs.runtime.launch_enter_hook)
+    hook = triton.knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))  # a chain of hooks since Triton 3.5
 
 
 def _as_triton(arg: Any) -> Any:
