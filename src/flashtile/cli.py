@@ -328,8 +328,8 @@ def _choose(prog: str, summaries: dict[str, str], args: Sequence[str], descripti
 def _share_the_cores() -> None:
     """Have OpenMP's threads sleep, not spin, while they wait; it reads this when torch is loaded.
 
-    One other busy process on two cores took the demo from 9,000 to 500 tokens/s, because threads spun while the one they
-    waited for was not running. Sleeping costs 15 % on an idle machine and holds up on a busy one (7,600 and 4,800).
+    One other busy process on two cores took the demo from 9,000 to 500 tokens/s: threads spun while the one they waited
+    for was not running. Sleeping costs 15 % on an idle machine and holds up on a busy one (7,600 and 4,800 tokens/s).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
