@@ -50,9 +50,13 @@ class Mask:
     query_range: Callable
     args: tuple = ()
 
+    @functools.cached_property
+    def _device_mask(self) -> DeviceMask:
+        return DeviceMask(jitted(self.predicate), jitted(self.key_range), jitted(self.query_range), self.args)
+
     def on_device(self) -> DeviceMask:
         """Return the form that kernels take."""
-        return DeviceMask(jitted(self.predicate), jitted(self.key_range), jitted(self.query_range), self.args)
+        return self._device_mask
 
 
 def _full_predicate(where, q_idx, k_idx, args):

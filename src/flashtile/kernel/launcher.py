@@ -1,12 +1,13 @@
 """Launch a kernel with little work on the host: the compiled kernel and the tensor maps are looked up, not made.
 
 Triton's own launch takes longer on the host than a small attention takes on the GPU: it binds and specialises every
-argument anew and encodes a tensor map per descriptor. Here the first launch of each specialisation goes through Triton;
-later ones call the compiled kernel's launcher directly. Whatever Triton specialises on is part of the key.
+argument anew and encodes a tensor map per descriptor. Here the first launch of each kind goes through Triton; later
+ones call the compiled kernel's launcher directly. Whatever Triton specialises on is part of the key.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any, NamedTuple
 
@@ -14,9 +15,12 @@ import torch
 import triton
 
 from flashtile.kernel.launch import LaunchConfig, has_copy_engine
+from flashtile.mask import DeviceMask
+from flashtile.score import DeviceScore
 
-_MOST_TENSOR_MAPS = 4096
+_MOST_REMEMBERED = 4096
 _INT32_END = 2**31
+_VALUES = (DeviceMask, DeviceScore)
 
 _compiled: dict[tuple, _Compiled] = {}
 _tensor_maps: dict[tuple, list] = {}
@@ -81,11 +85,12 @@ def run(
         kernel[(programs,)](*args, **constants, **config.options())
         return
     _make_context_current(device)
-    special = _specialisation(args, kernel.arg_names, kernel.do_not_specialize)
-    key = (kernel, device.index, config, *constants.values(), *special)
+    key = (kernel.fn, device.index, config, *constants.values(), *_key(args, _free(kernel)))
     known = _compiled.get(key)
     if known is None or _hooked():
         compiled = kernel[(programs,)](*(_as_triton(arg) for arg in args), **constants, **config.options())
+        if len(_compiled) >= _MOST_REMEMBERED:
+            _compiled.clear()
         _compiled[key] = _Compiled(compiled, _c_launcher(compiled), list(compiled.metadata.tensordesc_meta or ()))
         return
     compiled, c_launch, encodings = known
@@ -117,27 +122,33 @@ def _as_triton(arg: Any) -> Any:
     return TensorDescriptor(arg.tensor, list(arg.shape), list(arg.strides), list(arg.block))
 
 
-def _specialisation(args: tuple, names: list[str] | None, free: tuple[str, ...]) -> list:
-    """Return what Triton's compiled code depends on in ``args``: types, alignments, ones, jitted functions."""
+def _key(args: tuple, free: tuple[int, ...] = (), inside_value: bool = False) -> list:
+    """Return what Triton's compiled code depends on in ``args``; ``free`` are the positions of unspecialised integers.
+
+    Strides and other integers stand for themselves: a new shape costs one launch through Triton, which compiles only
+    if an alignment or a stride of 1 is new. Tensors stand for their dtype and alignment, so none is kept alive.
+    """
     key: list[Any] = []
     for i, arg in enumerate(args):
         kind = type(arg)
-        if kind is int:
-            if names is not None and names[i] in free:
-                key.append(arg >= _INT32_END)
-            else:
-                key.append(-1 if arg == 1 else (arg % 16 == 0) + 2 * (arg >= _INT32_END))
-        elif kind is Descriptor:
+        if kind is Descriptor:
             key.append((arg.tensor.dtype, arg.block))
-        elif isinstance(arg, tuple):
-            key.append((kind, *_specialisation(arg, None, free)))
+        elif kind is int and i in free:
+            key.append(arg >= _INT32_END)
+        elif kind is float:  # never specialised, and 2.0 == 2 must not match an integer
+            key.append(float)
         elif isinstance(arg, torch.Tensor):
             key.append((arg.dtype, arg.data_ptr() % 16 == 0))
-        elif kind is float:
-            key.append(float)
-        else:  # a jitted function, None
+        elif isinstance(arg, tuple) and (inside_value or isinstance(arg, _VALUES)):
+            key.append((kind, *_key(arg, inside_value=True)))
+        else:
             key.append(arg)
     return key
+
+
+@functools.cache
+def _free(kernel: Any) -> tuple[int, ...]:
+    return tuple(kernel.arg_names.index(name) for name in kernel.do_not_specialize)
 
 
 def _tensor_map(descriptor: Descriptor, encoding: dict) -> list:
@@ -149,12 +160,16 @@ def _tensor_map(descriptor: Descriptor, encoding: dict) -> list:
     key = (tensor.data_ptr(), shape, strides, block, tensor.dtype, encoding["swizzle"])
     known = _tensor_maps.get(key)
     if known is None:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        if len(_tensor_maps) >= _MOST_TENSOR_MAPS:
+        if len(_tensor_maps) >= _MOST_REMEMBERED:
             _tensor_maps.clear()
-        known = _tensor_maps[key] = make_tensordesc_arg(_as_triton(descriptor), encoding)
+        known = _tensor_maps[key] = _encode(descriptor, encoding)
     return known
+
+
+def _encode(descriptor: Descriptor, encoding: dict) -> list:
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return make_tensordesc_arg(_as_triton(descriptor), encoding)
 
 
 def _c_launcher(compiled: Any) -> Any:
