@@ -301,8 +301,9 @@ def test_compiled_training_gives_the_same_losses(dataset, quiet, tmp_path, monke
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
 def test_attention_settings_learn_alike_on_the_gpu(attention, compile, dataset, quiet, tmp_path):
     model = replace(TINY, d_model=128, context_length=64)
-    config = replace(QUICK, steps=40, device="cuda", compile=compile)
+    # At this rate bf16 on a CPU stays within 0.05 % between settings; ten times the rate amplifies roundings to 1 %.
+    config = replace(QUICK, steps=40, device="cuda", compile=compile, max_lr=1e-3, min_lr=1e-4)
     flash = train(model, config, tmp_path / "flash", data=dataset, console=quiet)
     other = train(replace(model, attention=attention), config, tmp_path / "other", data=dataset, console=quiet)
     assert flash.losses[-1] < 0.7 * flash.losses[0]
-    assert other.losses == pytest.approx(flash.losses, rel=0.03)
+    assert other.losses == pytest.approx(flash.losses, rel=0.01)

@@ -63,6 +63,14 @@ def compare_attention(
     )
     histories: dict[str, History] = {}
     runs: dict[str, dict[str, Any]] = {}
+    result = {
+        **provenance(device),
+        "data": {"name": dataset.name, "key": dataset.key, "train_tokens": len(dataset.train)},
+        "model_config": asdict(model_config),
+        "training_config": asdict(training_config),
+        "runs": runs,
+    }
+    title = f"{device_name(device)}, {', '.join(settings)}: same weights, same batches"
     for setting in settings:
         console.rule(f"attention {setting!r}")
         if device.type == "cuda":
@@ -83,18 +91,10 @@ def compare_attention(
                 abs(a - b) for a, b in zip(history.losses, histories[settings[0]].losses, strict=True)
             ),
         }
-    result = {
-        **provenance(device),
-        "data": {"name": dataset.name, "key": dataset.key, "train_tokens": len(dataset.train)},
-        "model_config": asdict(model_config),
-        "training_config": asdict(training_config),
-        "runs": runs,
-    }
-    with atomic_write(out / "comparison.json") as file:
-        file.write(json.dumps(result, indent=1).encode())
-    title = f"{device_name(device)}, {', '.join(settings)}: same weights, same batches"
-    for suffix in ("png", "svg"):
-        plot_loss(histories, out / f"comparison.{suffix}", title)
+        with atomic_write(out / "comparison.json") as file:  # after every run: an interruption keeps the finished ones
+            file.write(json.dumps(result, indent=1).encode())
+        for suffix in ("png", "svg"):
+            plot_loss(histories, out / f"comparison.{suffix}", title)
     for setting, run in runs.items():
         mfu = "" if run["mfu"] is None else f", MFU {run['mfu']:.1%}"
         console.print(
