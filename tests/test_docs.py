@@ -1,5 +1,6 @@
 """The texts are true: their Python runs, their links lead somewhere, and they say nothing about somebody's machine."""
 
+import json
 import re
 from pathlib import Path
 
@@ -72,6 +73,15 @@ def test_sources_say_nothing_about_somebodys_machine():
     for path in [*ROOT.glob("src/**/*.py"), *ROOT.glob("src/**/*.json"), ROOT / "Makefile", ROOT / "pyproject.toml"]:
         found = re.search(r"/work/|/root/|/home/\w|index-url|find-links", path.read_text())
         assert not found, f"{path.relative_to(ROOT)} contains {found[0]!r}" if found else ""
+
+
+def test_speed_in_the_readme_is_the_measured_one():
+    summary = json.loads((ROOT / "docs/results/h200_performance24.json").read_text())["summary"]
+    for mode in ("forward", "backward"):
+        measured = summary[mode]["flashtile"]
+        numbers = (measured[name] for name in ("vs_fa2", "vs_fa2_lowest", "vs_best_peer"))
+        row = f"| {mode} | " + " | ".join(f"{number:.2f}" for number in numbers) + " |"
+        assert row in (ROOT / "README.md").read_text(), f"the README's table wants the row {row}"
 
 
 def test_commands_in_the_readme_exist():
