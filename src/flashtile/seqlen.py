@@ -14,3 +14,18 @@ class Where(NamedTuple):
     head: Any
     seqlen_q: Any
     seqlen_k: Any
+
+
+class Seqlens(NamedTuple):
+    """Lengths of sequences packed one after the other: sequence i has the rows ``[cu_seqlens[i], cu_seqlens[i + 1])``.
+
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` are int32 tensors of ``batch + 1`` entries. ``seqused_*`` (``batch`` entries)
+    cut each sequence to its first rows; ``max_seqlen_*`` are hints that nothing depends on.
+    """
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seqused_q: Any = None
+    seqused_k: Any = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
