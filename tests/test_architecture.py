@@ -14,7 +14,7 @@ PACKAGE = ROOT / "src" / "flashtile"
 # A part may import from its own layer and the layers above it in this list.
 LAYERS = (
     {"constant"},
-    {"mask", "score", "seqlen"},
+    {"mask", "score", "seqlen", "dropout"},
     {"kernel", "dispatch"},  # dispatch chooses among the kernels' backends; kernel/autograd.py asks it
     {"ops"},
     {"attention"},
