@@ -18,7 +18,7 @@ import torch
 KERNELS = ("forward", "backward_dq", "backward_dkdv")
 
 # Architectures that share the table rows of another one: the same shared-memory limit and matrix instructions.
-_SAME_ROWS = {
+SAME_ROWS = {
     "sm_87": "sm_80",
     "sm_89": "sm_86",
     "sm_101": "sm_100",
@@ -75,10 +75,10 @@ def lookup(kernel: str, arch: str, head_dim: int, head_dim_v: int, dtype: torch.
 
     Raises NotImplementedError for an architecture or head dimension without a row.
     """
-    rows_of = _SAME_ROWS.get(arch, arch)
+    rows_of = SAME_ROWS.get(arch, arch)
     entries = table().get((rows_of, kernel, dtype.itemsize * 8))
     if entries is None:
-        known = ", ".join(sorted({key[0] for key in table()} | set(_SAME_ROWS)))
+        known = ", ".join(sorted({key[0] for key in table()} | set(SAME_ROWS)))
         raise NotImplementedError(f"no launch configuration for {kernel} on {arch} in {dtype}; known: {known}")
     widest = max(head_dim, head_dim_v)
     for largest, config in entries:
