@@ -8,29 +8,35 @@ of the log-sum-exp. The derivation is in docs/derivation.md, the readable versio
 Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from flashtile.kernel import launch, launcher
+from flashtile.dropout import Dropout
+from flashtile.kernel import launch, launcher, seqlen, tile_lists
 from flashtile.kernel.autograd import FlashAttention
+from flashtile.kernel.dropout import keep
 from flashtile.kernel.layout import empty_in_order_of
+from flashtile.kernel.seqlen import place
 from flashtile.kernel.tile import (
     LOG2E,
     dot_add,
     dot_transposed,
     load_rows,
+    logaddexp,
     lse_from_softmax,
     scale_rows,
     sizes,
     softmax_step,
     store_rows,
-    tile_bounds,
     zero_rows,
 )
+from flashtile.kernel.tile_lists import key_tiles, nth_tile
 from flashtile.mask import Mask
 from flashtile.score import Score, for_scale
-from flashtile.seqlen import Where
+from flashtile.seqlen import Seqlens, Where
 
 __all__ = ["FlashAttention", "forward", "forward_kernel"]
 
@@ -39,15 +45,15 @@ _Where = tl.constexpr(Where)
 
 @triton.jit
 def forward_tile(
-    n_block, state, q, k_src, v_src, k_strides, v_strides, where, head_kv, offs_m, softmax_scale, mask, score,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    step, state, q, k_src, v_src, k_strides, v_strides, at, where, head_kv, offs_m, softmax_scale, mask, score,
+    dropout, tiles, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Fold one key tile into the running state (acc, row_max, row_sum)."""
     acc, row_max, row_sum = state
-    start_n = n_block * BLOCK_N
-    batch, length = where.batch, where.seqlen_k
-    k = load_rows(k_src, k_strides, batch, head_kv, start_n, length, BLOCK_N, HEAD_DIM, CHUNKS, MASKED)
+    start_n = nth_tile(tiles, where, at.block, step) * BLOCK_N
+    start, end = at.k_start + start_n, at.k_start + at.seqlen_k
+    k = load_rows(k_src, k_strides, at.batch, head_kv, start, end, BLOCK_N, HEAD_DIM, CHUNKS, MASKED)
     s = dot_transposed(q, k)
     q_idx = offs_m[:, None]
     k_idx = (start_n + tl.arange(0, BLOCK_N))[None, :]
@@ -60,56 +66,69 @@ def forward_tile(
         visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < where.seqlen_k)
         s = tl.where(visible, s, float("-inf"))
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2)
-    v = load_rows(v_src, v_strides, batch, head_kv, start_n, length, BLOCK_N, HEAD_DIM_V, CHUNKS_V, MASKED)
+    if dropout is not None:
+        p = tl.where(keep(tl.load(dropout.seed), where, q_idx, k_idx, dropout.threshold), p, 0.0)
+    v = load_rows(v_src, v_strides, at.batch, head_kv, start, end, BLOCK_N, HEAD_DIM_V, CHUNKS_V, MASKED,
+                  MASKED and PACKED)  # fmt: skip
     acc = dot_add(p, v, scale_rows(acc, alpha[:, None]))
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["num_heads_q", "heads_per_kv", "seqlen_q", "seqlen_k"])
+@triton.jit(do_not_specialize=["num_heads_q", "heads_per_kv", "seqlen_q", "seqlen_k", "num_sequences", "row_stride"])
 def forward_kernel(
-    q_src, k_src, v_src, o_ptr, lse_ptr, q_strides, k_strides, v_strides, o_strides,
-    softmax_scale, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, mask, score,
+    q_src, k_src, v_src, o_ptr, lse_ptr, max_ptr, q_strides, k_strides, v_strides, o_strides, row_stride,
+    softmax_scale, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences, packed,
+    mask, score, dropout, sinks_ptr, tiles,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (m_block, head, batch) writes O and LSE of BLOCK_M query rows."""
-    num_m_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    # The last query tiles see most keys under a causal mask: start with them, so that short ones fill the tail.
-    m_block = num_m_blocks - 1 - tl.program_id(0) % num_m_blocks
-    head = (tl.program_id(0) // num_m_blocks) % num_heads_q
-    batch = tl.program_id(0) // num_m_blocks // num_heads_q
-    head_kv = head // heads_per_kv
-    where = _Where(batch, head, seqlen_q, seqlen_k)
-
-    start_m = m_block * BLOCK_M
+    """Program (m_block, head, sequence) writes O, LSE and, if asked for, the largest logit of BLOCK_M query rows."""
+    at = place(seqlen_q, seqlen_k, num_sequences, packed, num_heads_q, BLOCK_M, False)
+    if at.block < 0:
+        return
+    PACKED: tl.constexpr = packed is not None
+    head_kv = at.head // heads_per_kv
+    where = _Where(at.sequence, at.head, at.seqlen_q, at.seqlen_k)
+    start_m = at.block * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    q = load_rows(q_src, q_strides, batch, head, start_m, seqlen_q, BLOCK_M, HEAD_DIM, CHUNKS, True)
-    bounds = mask.key_range(where, start_m, tl.minimum(start_m + BLOCK_M, seqlen_q), mask.args)
-    first, full_first, full_end, end = tile_bounds(bounds, seqlen_k, BLOCK_N)
+    start, end = at.q_start + start_m, at.q_start + at.seqlen_q
+    q = load_rows(q_src, q_strides, at.batch, at.head, start, end, BLOCK_M, HEAD_DIM, CHUNKS, True)
+    first, full_first, full_end, last = key_tiles(mask, tiles, where, at.block, BLOCK_M, BLOCK_N)
     state = (
         zero_rows(BLOCK_M, CHUNKS_V),
         tl.full((BLOCK_M,), float("-inf"), tl.float32),
         tl.zeros((BLOCK_M,), tl.float32),
     )
-    for n_block in tl.range(first, full_first):
-        state = forward_tile(n_block, state, q, k_src, v_src, k_strides, v_strides, where, head_kv, offs_m,
-                             softmax_scale, mask, score,
-                             HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, True)  # fmt: skip
-    for n_block in tl.range(full_first, full_end):
-        state = forward_tile(n_block, state, q, k_src, v_src, k_strides, v_strides, where, head_kv, offs_m,
-                             softmax_scale, mask, score,
-                             HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, False)  # fmt: skip
-    for n_block in tl.range(full_end, end):
-        state = forward_tile(n_block, state, q, k_src, v_src, k_strides, v_strides, where, head_kv, offs_m,
-                             softmax_scale, mask, score,
-                             HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, True)  # fmt: skip
+    for step in tl.range(first, full_first):
+        state = forward_tile(step, state, q, k_src, v_src, k_strides, v_strides, at, where, head_kv, offs_m,
+                             softmax_scale, mask, score, dropout, tiles,
+                             HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, True, PACKED)  # fmt: skip
+    for step in tl.range(full_first, full_end):
+        state = forward_tile(step, state, q, k_src, v_src, k_strides, v_strides, at, where, head_kv, offs_m,
+                             softmax_scale, mask, score, dropout, tiles,
+                             HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, False, PACKED)  # fmt: skip
+    for step in tl.range(full_end, last):
+        state = forward_tile(step, state, q, k_src, v_src, k_strides, v_strides, at, where, head_kv, offs_m,
+                             softmax_scale, mask, score, dropout, tiles,
+                             HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N, True, PACKED)  # fmt: skip
     acc, row_max, row_sum = state
 
-    lse = lse_from_softmax(row_max, row_sum, softmax_scale if score is None else 1.0)
-    lse_ptr += (batch.to(tl.int64) * num_heads_q + head) * seqlen_q
-    tl.store(lse_ptr + offs_m, lse, mask=offs_m < seqlen_q)
-    o = scale_rows(acc, (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None])
-    store_rows(o_ptr, o_strides, batch, head, start_m, seqlen_q, o, HEAD_DIM_V, CHUNKS_V)
+    inside = offs_m < at.seqlen_q
+    row = (at.batch.to(tl.int64) * num_heads_q + at.head) * row_stride + at.q_start + offs_m
+    scale = softmax_scale if score is None else 1.0
+    lse = lse_from_softmax(row_max, row_sum, scale)
+    factor = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
+    if sinks_ptr is not None:
+        with_sink = logaddexp(lse, tl.load(sinks_ptr + at.head).to(tl.float32))
+        factor *= tl.exp2((lse - with_sink) * LOG2E)
+        lse = with_sink
+    if dropout is not None:
+        factor *= dropout.scale
+    tl.store(lse_ptr + row, lse, mask=inside)
+    if max_ptr is not None:
+        tl.store(max_ptr + row, row_max * scale, mask=inside)
+    o = scale_rows(acc, factor[:, None])
+    store_rows(o_ptr, o_strides, at.batch, at.head, start, end, o, HEAD_DIM_V, CHUNKS_V)
 
 
 def forward(
@@ -120,31 +139,41 @@ def forward(
     softmax_scale: float,
     mask: Mask,
     score: Score | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout: Dropout | None = None,
+    seqlens: Seqlens | None = None,
+    max_logits: torch.Tensor | None = None,
     config: launch.LaunchConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(o, lse)`` of attention on 4-D views with any strides.
 
     q ``(batch, heads_q, seqlen_q, head_dim)``, k ``(batch, heads_kv, seqlen_k, head_dim)``, v ``(batch, heads_kv,
     seqlen_k, head_dim_v)``; o ``(batch, heads_q, seqlen_q, head_dim_v)`` in q's dtype, lse ``(batch, heads_q,
-    seqlen_q)`` in fp32, natural logarithm. The caller has checked the arguments.
+    seqlen_q)`` in fp32, natural logarithm. With ``seqlens`` batch is 1 and the sequences lie one after the other; rows
+    outside them get o = 0 and lse = -inf. ``max_logits``, shaped as lse, receives the largest logit of every row.
+    The caller has checked the arguments.
     """
     score = for_scale(score, softmax_scale)
     batch, num_heads_q, seqlen_q, head_dim = q.shape
     num_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
     o = empty_in_order_of(q, (batch, num_heads_q, seqlen_q, head_dim_v))
     lse = torch.empty((batch, num_heads_q, seqlen_q), dtype=torch.float32, device=q.device)
-    if o.numel() == 0 and lse.numel() == 0:
+    if seqlens is not None:
+        o.zero_(), lse.fill_(-math.inf)
+    if lse.numel() == 0:
         return o, lse
     config = config or launch.lookup("forward", launch.arch_of(q.device), head_dim, head_dim_v, q.dtype)
     q_src, q_strides = launcher.operand(q, config.block_m)
     k_src, k_strides = launcher.operand(k, config.block_n)
     v_src, v_strides = launcher.operand(v, config.block_n)
+    num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m, False)
+    device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, False)
     args = (
-        q_src, k_src, v_src, o, lse, q_strides, k_strides, v_strides, o.stride(),
-        softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k,
-        mask.on_device(), score.on_device() if score else None,
+        q_src, k_src, v_src, o, lse, max_logits, q_strides, k_strides, v_strides, o.stride(), seqlen_q,
+        softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, packed,
+        device_mask, score.on_device() if score else None, launcher.dropout_on_device(dropout), sinks, tiles,
     )  # fmt: skip
-    programs = triton.cdiv(seqlen_q, config.block_m) * num_heads_q * batch
+    programs = num_tiles * num_heads_q * batch
     with launch.on_device(q.device):
         launcher.run(forward_kernel, programs, q.device, args, sizes(head_dim, head_dim_v, config), config)
     return o, lse

@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from flashtile.dropout import Dropout
 from flashtile.kernel.launch import LaunchConfig, has_copy_engine
-from flashtile.mask import DeviceMask
-from flashtile.score import DeviceScore
 
 _MOST_REMEMBERED = 4096
 _INT32_END = 2**31
-_VALUES = (DeviceMask, DeviceScore)
 
 _compiled: dict[tuple, _Compiled] = {}
 _tensor_maps: dict[tuple, list] = {}
@@ -34,6 +32,19 @@ class Descriptor(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
+
+
+class DeviceDropout(NamedTuple):
+    """Dropout as kernels take it: the seed's address, the smallest word that is kept, and 1 / (1 - p)."""
+
+    seed: Any
+    threshold: int
+    scale: float
+
+
+def dropout_on_device(dropout: Dropout | None) -> DeviceDropout | None:
+    """Return dropout as kernels take it."""
+    return dropout and DeviceDropout(dropout.seed, dropout.threshold, dropout.rescale)
 
 
 class _Compiled(NamedTuple):
@@ -55,7 +66,7 @@ def operand(t: torch.Tensor, block_rows: int) -> tuple[Any, tuple[int, ...]]:
     columns = t.shape[3]
     if (
         t.itemsize == 2
-        and columns >= 16
+        and 16 <= columns <= 256
         and columns & (columns - 1) == 0
         and strides[3] == 1
         and (strides[0] | strides[1] | strides[2]) % 8 == 0
@@ -139,7 +150,7 @@ def _key(args: tuple, free: tuple[int, ...] = (), inside_value: bool = False) ->
             key.append(float)
         elif isinstance(arg, torch.Tensor):
             key.append((arg.dtype, arg.data_ptr() % 16 == 0))
-        elif isinstance(arg, tuple) and (inside_value or isinstance(arg, _VALUES)):
+        elif isinstance(arg, tuple) and (inside_value or hasattr(kind, "_fields")):  # masks, scores, lengths, ...
             key.append((kind, *_key(arg, inside_value=True)))
         else:
             key.append(arg)

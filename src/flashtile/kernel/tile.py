@@ -66,15 +66,21 @@ def tile_pointer(ptr, strides, batch, head, start):
 
 @triton.jit
 def load_rows(source, strides, batch, head, start, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-              CHUNKS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+              CHUNKS: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr = False):  # fmt: skip
     """Load rows [start, start + BLOCK) of one head as a tuple of tiles; with MASKED, rows past ``length`` are zeros.
+
+    A descriptor knows the end of the tensor but not of a sequence packed in it: what the rows after the sequence hold
+    (perhaps NaN) counts unless GUARDED, which zeroes them at the price of a detour through registers.
 
     ``source`` is a pointer with four strides, or a tensor descriptor (the copy engine of sm_90 and later: no address
     arithmetic in registers, zeros past the end by itself) and then ``strides`` is empty. See ``launcher.operand``.
     """
     FIRST: tl.constexpr = CHUNKS[0]
     if len(strides) == 0:
-        return (source.load([batch, head, start, 0]).reshape([BLOCK, FIRST]),)
+        tile = source.load([batch, head, start, 0]).reshape([BLOCK, FIRST])
+        if GUARDED:
+            tile = tl.where((tl.arange(0, BLOCK) < length - start)[:, None], tile, 0.0)
+        return (tile,)
     else:
         ptr = tile_pointer(source, strides, batch, head, start)
         rows = tl.arange(0, BLOCK)
@@ -202,6 +208,14 @@ def lse_from_softmax(row_max, row_sum, scale):
     empty = row_max == float("-inf")
     lse = tl.where(empty, 0.0, row_max) * scale + tl.log2(tl.where(empty, 1.0, row_sum)) * LN2
     return tl.where(empty, float("-inf"), lse)
+
+
+@triton.jit
+def logaddexp(a, b):
+    """Return ln(e^a + e^b); -inf stands for nothing."""
+    larger, smaller = tl.maximum(a, b), tl.minimum(a, b)
+    gap = tl.where(larger == float("-inf"), 0.0, smaller - larger)
+    return larger + tl.log2(1.0 + tl.exp2(gap * LOG2E)) * LN2
 
 
 @triton.jit
