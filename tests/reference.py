@@ -7,29 +7,48 @@ assert_accurate(...)  max error of ours <= factor * max error of plain + 1e-5
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from flashtile.dropout import Dropout, keep_mask
 from flashtile.kernel.flash_attention_mock import dense_attention
+from flashtile.kernel.packed import forward_by_sequence
 from flashtile.mask import Mask, causal, full
 from flashtile.score import Score
-from flashtile.seqlen import Where
+from flashtile.seqlen import Seqlens, Where
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FORWARD_FACTOR, BACKWARD_FACTOR, ABSOLUTE = 2.0, 3.0, 1e-5
 
 
-class Result(NamedTuple):
-    """Everything an attention call can return; gradients are None when no ``do`` or ``dlse`` was given."""
-
+class _Fields(NamedTuple):
     o: Tensor
     lse: Tensor
     dq: Any = None
     dk: Any = None
     dv: Any = None
+
+
+class Result(_Fields):
+    """Everything an attention call can return; gradients are None when no ``do`` or ``dlse`` was given.
+
+    ``dsinks``, None without sinks, is an attribute only: whoever unpacks a result gets the five of every call.
+    """
+
+    dsinks: Any = None
+
+    def __new__(cls, *fields: Any, dsinks: Any = None, **named: Any) -> Self:
+        result = super().__new__(cls, *fields, **named)
+        result.dsinks = dsinks
+        return result
 
 
 def reference(
@@ -40,16 +59,22 @@ def reference(
     is_causal: bool = False,
     mask: Mask | None = None,
     score: Score | None = None,
+    sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
+    seqlens: Seqlens | None = None,
     softmax_scale: float | None = None,
     do: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> Result:
     """Attention in fp64 with an explicit mask on ``(..., heads, n, d)`` (or ``(b, n, d)``), on the CPU.
 
-    Gradients are those of ``sum(o * do) + sum(lse * dlse)``; give ``do``, ``dlse`` or both to get them.
+    Gradients are those of ``sum(o * do) + sum(lse * dlse)``; give ``do``, ``dlse`` or both to get them. With
+    ``seqlens`` q, k, v are packed, ``(1, heads, total, d)``.
     """
     q, k, v = (x.detach().cpu().double() for x in (q, k, v))
-    return _differentiated(dense_attention, q, k, v, is_causal, mask, score, softmax_scale, do, dlse)
+    sinks = None if sinks is None else sinks.detach().cpu().double()
+    options = {"score": score, "dropout": dropout, "seqlens": seqlens}
+    return _differentiated(dense_attention, q, k, v, sinks, is_causal, mask, softmax_scale, do, dlse, options)
 
 
 def plain(
@@ -60,43 +85,67 @@ def plain(
     is_causal: bool = False,
     mask: Mask | None = None,
     score: Score | None = None,
+    sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
+    seqlens: Seqlens | None = None,
     softmax_scale: float | None = None,
     do: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> Result:
     """What plain PyTorch computes in the inputs' own dtype; arguments as in ``reference``."""
     q, k, v = (x.detach().cpu() for x in (q, k, v))
-    return _differentiated(_plain_attention, q, k, v, is_causal, mask, score, softmax_scale, do, dlse)
+    sinks = None if sinks is None else sinks.detach().cpu()
+    options = {"score": score, "dropout": dropout, "seqlens": seqlens}
+    return _differentiated(_plain_attention, q, k, v, sinks, is_causal, mask, softmax_scale, do, dlse, options)
 
 
-def _plain_attention(q, k, v, *, softmax_scale, mask, score):
+@forward_by_sequence
+def _plain_attention(q, k, v, *, softmax_scale, mask, score, sinks, dropout, first_batch=0):
     (batch, heads_q, seqlen_q, _), (_, heads_kv, seqlen_k, _) = q.shape, k.shape
     group = heads_q // max(heads_kv, 1)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    where = Where(torch.arange(batch)[:, None, None, None], torch.arange(heads_q)[:, None, None], seqlen_q, seqlen_k)
+    batch_idx, head_idx = torch.arange(first_batch, first_batch + batch), torch.arange(heads_q)
+    where = Where(batch_idx[:, None, None, None], head_idx[:, None, None], seqlen_q, seqlen_k)
     q_idx, k_idx = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
     s = q @ k.mT * softmax_scale
     if score is not None:
         s = score.forward(where, q_idx, k_idx, s, score.args).to(q.dtype)
     visible = mask.predicate(where, q_idx, k_idx, mask.args).expand_as(s)
-    sees_no_key = ~visible.any(dim=-1, keepdim=True)
-    s = s.masked_fill(~visible & ~sees_no_key, -math.inf)
-    o = s.softmax(dim=-1).masked_fill(sees_no_key, 0.0) @ v
-    return o, s.logsumexp(dim=-1).masked_fill(sees_no_key.squeeze(-1), -math.inf)
+    s = s.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)], dim=-1)
+    empty = (s == -math.inf).all(dim=-1, keepdim=True)
+    s = s.masked_fill(empty, 0.0)
+    p = s.softmax(dim=-1).masked_fill(empty, 0.0)[..., :seqlen_k]
+    if dropout is not None:
+        p = p * keep_mask(dropout.seed, where, q_idx, k_idx, dropout.p) / (1 - dropout.p)
+    return p @ v, s.logsumexp(dim=-1).masked_fill(empty.squeeze(-1), -math.inf)
 
 
-def _differentiated(attend, q, k, v, is_causal, mask, score, softmax_scale, do, dlse) -> Result:
+def _differentiated(attend, q, k, v, sinks, is_causal, mask, softmax_scale, do, dlse, options) -> Result:
     mask = mask if mask is not None else causal() if is_causal else full()
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    o, lse = attend(_as_4d(q), _as_4d(k), _as_4d(v), softmax_scale=scale, mask=mask, score=score)
+    sinks = None if sinks is None else sinks.clone().requires_grad_()
+    options = {"mask": mask, "sinks": sinks, **options}
+    o, lse = attend(_as_4d(q), _as_4d(k), _as_4d(v), softmax_scale=scale, **_on_cpu(options))
     o, lse = o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
     outputs = [(out, grad.detach().cpu().to(out.dtype)) for out, grad in ((o, do), (lse, dlse)) if grad is not None]
-    if not outputs:
+    if not outputs or not any(out.requires_grad for out, _ in outputs):
         return Result(o.detach(), lse.detach())
     outs, grads = zip(*outputs, strict=True)
-    grads = torch.autograd.grad(outs, (q, k, v), grads, allow_unused=True, materialize_grads=True)
-    return Result(o.detach(), lse.detach(), *grads)
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    grads = torch.autograd.grad(outs, inputs, grads, allow_unused=True, materialize_grads=True)
+    return Result(o.detach(), lse.detach(), *grads[:3], dsinks=None if sinks is None else grads[3])
+
+
+def _on_cpu(options: dict) -> dict:
+    """Move every tensor among the options to the CPU, those in the arguments of masks and scores too."""
+    options = {
+        name: dataclasses.replace(x, args=_on_cpu({"args": x.args})["args"]) if isinstance(x, Mask | Score) else x
+        for name, x in options.items()
+    }
+    return tree_map_only(Tensor, Tensor.cpu, options)
 
 
 def _as_4d(x: Tensor) -> Tensor:
@@ -126,7 +175,8 @@ def assert_accurate(got: Tensor, ref64: Tensor, plain: Tensor, factor: float = F
 
 def assert_result_accurate(got: Result, ref64: Result, plain: Result) -> None:
     """Assert the accuracy rule for every field that both ``got`` and ``ref64`` have."""
-    for name, ours, want, theirs in zip(Result._fields, got, ref64, plain, strict=True):
+    for name in (*Result._fields, "dsinks"):
+        ours, want, theirs = (getattr(result, name) for result in (got, ref64, plain))
         if ours is not None and want is not None and theirs is not None:
             assert_accurate(ours, want, theirs, BACKWARD_FACTOR if name.startswith("d") else FORWARD_FACTOR, name)
 

@@ -1,7 +1,8 @@
 """Attention for CPU tensors: torch's own CPU flash kernel where its meaning is ours, the readable tiles elsewhere.
 
 torch's kernel (``aten::_scaled_dot_product_flash_attention_for_cpu``) is asked for full masks and square causal ones
-without a score. Facts about it, seen in torch 2.13, that shape this file:
+without a score or dropout, each packed sequence by itself; sinks join its result. Facts about it, seen in torch 2.13,
+that shape this file:
 
 - Its causal mask is aligned top-left, ours bottom-right: they agree where seqlen_q == seqlen_k.
 - It masks before it scales: under a causal mask a scale of 0 or below gives NaN and infinity.
@@ -21,8 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashtile.kernel.flash_attention_mock import accumulation_dtype, blockwise_backward, blockwise_forward
+from flashtile.dropout import Dropout
+from flashtile.kernel.flash_attention_mock import blockwise_backward, blockwise_forward
 from flashtile.kernel.layout import empty_in_order_of
+from flashtile.kernel.packed import backward_by_sequence, forward_by_sequence
+from flashtile.kernel.reference_tile import accumulation_dtype
+from flashtile.kernel.sinks import join_sinks
 from flashtile.mask import Mask, causal, full
 from flashtile.score import Score
 
@@ -33,27 +38,50 @@ BLOCK_Q, BLOCK_K = 64, 256
 HUGE_LOGIT = 2.0**20
 
 
+@forward_by_sequence
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: Mask, score: Score | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    mask: Mask,
+    score: Score | None = None,
+    sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
+    first_batch: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return o ``(b, hq, sq, dv)``, its dimensions in memory in q's order, and lse ``(b, hq, sq)``.
 
     q ``(b, hq, sq, d)``, k ``(b, hkv, sk, d)``, v ``(b, hkv, sk, dv)``, any strides; lse in natural log, fp32 (fp64 for
-    fp64). Memory: O(n).
+    fp64). Memory: O(n). sinks ``(hq,)``; ``seqlens`` (``packed.py``) for packed sequences.
     """
-    if serves(q, k, v, softmax_scale, mask, score):
+    if serves(q, k, v, softmax_scale, mask, score, dropout):
         width = max(q.shape[-1], v.shape[-1])
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(_prepared(x, width) for x in (q, k, v)), 0.0, _is_top_left(q, mask), scale=softmax_scale
         )
         o = o[..., : v.shape[-1]]
+        if sinks is not None:
+            o, lse = join_sinks(sinks, o, lse)
     else:
         o, lse = blockwise_forward(
-            q, k, v, softmax_scale=softmax_scale, mask=mask, score=score, block_q=BLOCK_Q, block_k=BLOCK_K
+            q,
+            k,
+            v,
+            softmax_scale=softmax_scale,
+            mask=mask,
+            score=score,
+            sinks=sinks,
+            dropout=dropout,
+            first_batch=first_batch,
+            block_q=BLOCK_Q,
+            block_k=BLOCK_K,
         )
     return _stored_like(q, o), lse.contiguous()
 
 
+@backward_by_sequence
 def backward(
     do: Tensor,
     q: Tensor,
@@ -66,10 +94,25 @@ def backward(
     softmax_scale: float,
     mask: Mask,
     score: Score | None = None,
+    sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
+    first_batch: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) in the dtypes and memory orders of q, k, v, for the gradients do of o and dlse of lse."""
-    fast = serves(q, k, v, softmax_scale, mask, score)
-    tiles = {"softmax_scale": softmax_scale, "mask": mask, "score": score, "block_q": BLOCK_Q, "block_k": BLOCK_K}
+    """Return (dq, dk, dv) in the dtypes and memory orders of q, k, v, for the gradients do of o and dlse of lse.
+
+    ``sinks.sink_gradient`` is the gradient of sinks.
+    """
+    fast = serves(q, k, v, softmax_scale, mask, score, dropout)
+    tiles = {
+        "softmax_scale": softmax_scale,
+        "mask": mask,
+        "score": score,
+        "sinks": sinks,
+        "dropout": dropout,
+        "first_batch": first_batch,
+        "block_q": BLOCK_Q,
+        "block_k": BLOCK_K,
+    }
     if fast and not lse.abs().max() < HUGE_LOGIT:
         fast = False
         _, lse = blockwise_forward(q, k, v, **tiles)
@@ -80,9 +123,11 @@ def backward(
     return _stored_like(q, dq), _stored_like(k, dk), _stored_like(v, dv)
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, mask: Mask, score: Score | None) -> bool:
+def serves(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, mask: Mask, score: Score | None, dropout: Dropout | None
+) -> bool:
     """Tell whether torch's CPU kernel means the same as we do for this problem."""
-    if score is not None or softmax_scale <= 0 or 0 in (q.numel(), k.numel(), v.numel()):
+    if score is not None or dropout is not None or softmax_scale <= 0 or 0 in (q.numel(), k.numel(), v.numel()):
         return False
     # One query, the last one, sees every key under either mask.
     return mask == full() or (mask == causal() and q.shape[2] in (1, k.shape[2]))

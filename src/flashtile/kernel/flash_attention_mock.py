@@ -11,8 +11,10 @@ The file climbs in four steps, each built on the one before:
 
 Shapes: q ``(b, hq, sq, d)``, k ``(b, hkv, sk, d)``, v ``(b, hkv, sk, dv)``; query head h reads key head
 ``h // (hq // hkv)``. Everything is summed in fp32 (fp64 for fp64 inputs). A query that sees no key has o = 0,
-lse = -inf and no gradient.
-``docs/derivation.md`` derives each step.
+lse = -inf and no gradient. ``docs/derivation.md`` derives each step.
+
+Masks, scores, dropout and grouped heads are ``Tile``'s to know (``reference_tile.py``). Sinks and packed sequences
+(``seqlens``) cost these passes a line each; ``sinks.py`` and ``packed.py`` explain them.
 
 Sources: Milakov & Gimelshein 2018 (arXiv 1805.02867); Dao et al. 2022 (2205.14135); Dao 2023 (2307.08691).
 """
@@ -21,15 +23,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from flashtile.dropout import Dropout
+from flashtile.kernel.packed import backward_by_sequence, forward_by_sequence
+from flashtile.kernel.reference_tile import Tile, accumulation_dtype, load
 from flashtile.mask import Mask, causal, full
 from flashtile.score import Score
-from flashtile.seqlen import Where
+
+_Tile = Tile
 
 # ---------------------------------------------------------------------------------------------- 1. softmax in one pass
 
@@ -63,14 +68,10 @@ def online_softmax(x: Tensor, block_size: int) -> Tensor:
     return (torch.exp(s - row_max) / row_sum).to(x.dtype)
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which logits, softmax and sums are computed: fp64 for fp64, fp32 for the rest."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 # ------------------------------------------------------------------------------------------------- 2. attention forward
 
 
+@forward_by_sequence
 def blockwise_forward(
     q: Tensor,
     k: Tensor,
@@ -79,6 +80,9 @@ def blockwise_forward(
     softmax_scale: float,
     mask: Mask,
     score: Score | None = None,
+    sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
+    first_batch: int = 0,
     block_q: int = 128,
     block_k: int = 128,
 ) -> tuple[Tensor, Tensor]:
@@ -87,9 +91,9 @@ def blockwise_forward(
         acc' = acc * rescale + p v_j        o = acc / l        lse = m + log l
 
     Returns o ``(b, hq, sq, dv)`` in q's dtype and lse ``(b, hq, sq)``, natural log. Memory beside the results: one
-    tile of ``block_q`` x ``block_k`` logits per head.
+    tile of ``block_q`` x ``block_k`` logits per head. sinks ``(hq,)``; ``first_batch`` is the number of batch entry 0.
     """
-    tile = _Tile.of(q, k, softmax_scale, mask, score)
+    tile = Tile.of(q, k, softmax_scale, mask, score, dropout, first_batch)
     (batch, heads_q, seqlen_q, _), dtype = q.shape, accumulation_dtype(q.dtype)
     o = q.new_empty((batch, heads_q, seqlen_q, v.shape[-1]))
     lse = q.new_empty((batch, heads_q, seqlen_q), dtype=dtype)
@@ -103,98 +107,22 @@ def blockwise_forward(
             k_j, v_j = load(k, cols), load(v, cols)
             s = tile.logits(q_i @ k_j.mT * softmax_scale, rows, cols, partial)
             p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum)
-            acc = acc * rescale + p @ v_j
+            acc = acc * rescale + tile.dropped(p, tile.keep(rows, cols)) @ v_j
+        if sinks is not None:
+            # One more logit in every row, whose value row is zero.
+            _, rescale, row_max, row_sum = softmax_step(
+                tile.stack(tile.column(sinks.to(q_i.dtype), rows)), row_max, row_sum
+            )
+            acc = acc * rescale
         o[:, :, rows] = tile.unstack(acc / row_sum.masked_fill(row_sum == 0, 1.0)).to(q.dtype)
         lse[:, :, rows] = tile.unstack(row_max + row_sum.log()).squeeze(-1)
     return o, lse
 
 
-def load(x: Tensor, index: slice) -> Tensor:
-    """Return rows of ``(b, h, n, c)`` in the accumulation dtype, and dense, so that strides change no rounding."""
-    return x[:, :, index].to(accumulation_dtype(x.dtype)).contiguous()
-
-
-class _Tile(NamedTuple):
-    """How one tile of logits is made: the scale, mask and score, and the layout that grouped-query heads need."""
-
-    where: Where
-    softmax_scale: float
-    mask: Mask
-    score: Score | None
-    heads_q: int
-    heads_kv: int
-    group: int
-
-    @staticmethod
-    def of(q: Tensor, k: Tensor, softmax_scale: float, mask: Mask, score: Score | None) -> _Tile:
-        (batch, heads_q, seqlen_q, _), (_, heads_kv, seqlen_k, _) = q.shape, k.shape
-        batch_idx = torch.arange(batch, device=q.device).view(batch, 1, 1, 1)
-        head_idx = torch.arange(heads_q, device=q.device).view(heads_q, 1, 1)
-        where = Where(batch_idx, head_idx, seqlen_q, seqlen_k)
-        return _Tile(where, softmax_scale, mask, score, heads_q, heads_kv, group=max(heads_q // max(heads_kv, 1), 1))
-
-    def stack(self, x: Tensor) -> Tensor:
-        """Stack the query heads that share a key head as rows, so that one matmul serves the group.
-
-        ``(b, hq, m, c)`` -> ``(b, hkv, hq / hkv * m, c)``. Transposed products of such tensors sum over the group by
-        themselves, which is just what dk and dv need.
-        """
-        batch, _, m, c = x.shape
-        return x.reshape(batch, self.heads_kv, self.group * m, c)
-
-    def unstack(self, x: Tensor) -> Tensor:
-        """``(b, hkv, hq / hkv * m, c)`` -> ``(b, hq, m, c)``."""
-        batch, _, stacked, c = x.shape
-        return x.reshape(batch, self.heads_q, stacked // self.group, c)
-
-    def logits(self, scaled: Tensor, rows: slice, cols: slice, partial: bool) -> Tensor:
-        """Return the scored logits of a tile of scaled products, -inf where the mask forbids.
-
-        Only a ``partial`` tile asks the mask's predicate.
-        """
-        s = self.unstack(scaled)
-        q_idx, k_idx = self._indices(rows, cols, s.device)
-        if self.score is not None:
-            s = self.score.forward(self.where, q_idx, k_idx, s, self.score.args)
-        if partial:
-            s = s.masked_fill(~self.mask.predicate(self.where, q_idx, k_idx, self.mask.args), -math.inf)
-        return self.stack(s)
-
-    def score_derivative(self, scaled: Tensor, rows: slice, cols: slice) -> Tensor | float:
-        """Return d(logit) / d(scaled product) on a tile: 1 without a score."""
-        if self.score is None:
-            return 1.0
-        s = self.unstack(scaled)
-        q_idx, k_idx = self._indices(rows, cols, s.device)
-        slope = self.score.derivative(self.where, q_idx, k_idx, s, self.score.args)
-        return self.stack(torch.as_tensor(slope, dtype=s.dtype, device=s.device).expand_as(s))
-
-    def _indices(self, rows: slice, cols: slice, device: torch.device) -> tuple[Tensor, Tensor]:
-        q_idx = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        k_idx = torch.arange(cols.start, cols.stop, device=device)[None, :]
-        return q_idx, k_idx
-
-    def visited(self, rows: slice, block_k: int) -> Iterator[tuple[slice, bool]]:
-        """Yield the key tiles that some of these query rows see, and whether a tile needs the mask's predicate."""
-        lo, full_lo, full_hi, hi = self._key_range(rows)
-        for k_lo in range(lo, hi, block_k):
-            k_hi = min(k_lo + block_k, hi)
-            yield slice(k_lo, k_hi), not (full_lo <= k_lo and k_hi <= full_hi)
-
-    def _key_range(self, rows: slice) -> tuple[int, int, int, int]:
-        """Join the mask's key ranges over all (batch, head) pairs, since the loops here treat them together."""
-        batch, seqlen_k = self.where.batch.numel(), self.where.seqlen_k
-        pairs = [Where(b, h, self.where.seqlen_q, seqlen_k) for b in range(batch) for h in range(self.heads_q)]
-        ranges = [self.mask.key_range(pair, rows.start, rows.stop, self.mask.args) for pair in pairs]
-        if not ranges:
-            return 0, 0, 0, 0
-        los, full_los, full_his, his = zip(*ranges, strict=True)
-        return max(min(los), 0), max(full_los), min(full_his), min(max(his), seqlen_k)
-
-
 # ------------------------------------------------------------------------------------------------ 3. attention backward
 
 
+@backward_by_sequence
 def blockwise_backward(
     do: Tensor,
     q: Tensor,
@@ -207,6 +135,9 @@ def blockwise_backward(
     softmax_scale: float,
     mask: Mask,
     score: Score | None = None,
+    sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
+    first_batch: int = 0,
     block_q: int = 128,
     block_k: int = 128,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,9 +147,11 @@ def blockwise_backward(
         ds = p * (do v^T - delta)   dq = scale * ds k       dk = scale * ds^T q
 
     do ``(b, hq, sq, dv)``, dlse ``(b, hq, sq)`` or None, the rest as in ``blockwise_forward``. Returns (dq, dk, dv) in
-    the dtypes of q, k, v; dk and dv are summed over the query heads of a group before rounding.
+    the dtypes of q, k, v; dk and dv are summed over the query heads of a group before rounding. With dropout the
+    weights in dv, and do v^T, are multiplied by keep / (1 - p). Sinks change nothing, being in o and lse already; their
+    own gradient is ``sinks.sink_gradient``.
     """
-    tile = _Tile.of(q, k, softmax_scale, mask, score)
+    tile = Tile.of(q, k, softmax_scale, mask, score, dropout, first_batch)
     seqlen_q, dtype = q.shape[2], accumulation_dtype(q.dtype)
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
     for q_lo in range(0, seqlen_q, block_q):
@@ -237,7 +170,7 @@ def blockwise_backward(
 
 
 def _row_terms(
-    tile: _Tile, rows: slice, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
+    tile: Tile, rows: slice, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return do, lse and delta of some query rows, stacked; rows that see no key pass no gradient on."""
     do, o, lse = (tile.stack(load(x, rows)) for x in (do, o, lse[..., None]))
@@ -252,7 +185,7 @@ def _row_terms(
 
 
 def _backward_tile(
-    tile: _Tile,
+    tile: Tile,
     q_i: Tensor,
     k_j: Tensor,
     v_j: Tensor,
@@ -266,8 +199,10 @@ def _backward_tile(
     """Return what one tile adds to dq, dk and dv: five matmuls, nothing larger than the tile."""
     scaled = q_i @ k_j.mT * tile.softmax_scale
     p = torch.exp(tile.logits(scaled, rows, cols, partial) - lse_i)
-    dv = p.mT @ do_i
-    ds = p * (do_i @ v_j.mT - delta_i) * tile.score_derivative(scaled, rows, cols)
+    keep = tile.keep(rows, cols)
+    dv = tile.dropped(p, keep).mT @ do_i
+    dp = tile.dropped(do_i @ v_j.mT, keep)
+    ds = p * (dp - delta_i) * tile.score_derivative(scaled, rows, cols)
     dq = ds @ k_j * tile.softmax_scale
     dk = ds.mT @ q_i * tile.softmax_scale
     return dq, dk, dv
@@ -276,23 +211,35 @@ def _backward_tile(
 # --------------------------------------------------------------------------------- the dense formula, for comparison
 
 
+@forward_by_sequence
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: Mask, score: Score | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    mask: Mask,
+    score: Score | None = None,
+    sinks: Tensor | None = None,
+    dropout: Dropout | None = None,
+    first_batch: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention with the whole matrix of logits in memory, to be differentiated by autograd as often as one likes.
 
     Shapes and results as in ``blockwise_forward``. In fp64 this is the oracle of all tests.
     """
-    tile = _Tile.of(q, k, softmax_scale, mask, score)
+    tile = Tile.of(q, k, softmax_scale, mask, score, dropout, first_batch)
     rows, cols = slice(0, q.shape[2]), slice(0, k.shape[2])
     scaled = tile.stack(load(q, rows)) @ load(k, cols).mT * softmax_scale
     s = tile.unstack(tile.logits(scaled, rows, cols, partial=True))
-    # Rows that see no key get finite logits, so that softmax and its gradients stay finite, and are cleared afterwards.
-    sees_no_key = (s == -math.inf).all(dim=-1, keepdim=True)
-    s = s.masked_fill(sees_no_key, 0.0)
-    p = torch.softmax(s, dim=-1).masked_fill(sees_no_key, 0.0)
-    o = tile.unstack(tile.stack(p) @ load(v, cols)).to(q.dtype)
-    lse = torch.logsumexp(s, dim=-1).masked_fill(sees_no_key.squeeze(-1), -math.inf)
+    if sinks is not None:
+        s = torch.cat([s, tile.column(sinks.to(s.dtype), rows)], dim=-1)
+    # Rows of nothing but -inf get finite logits, so that softmax and its gradients stay finite, and are cleared again.
+    empty = (s == -math.inf).all(dim=-1, keepdim=True)
+    s = s.masked_fill(empty, 0.0)
+    p = torch.softmax(s, dim=-1).masked_fill(empty, 0.0)[..., cols]
+    o = tile.unstack(tile.dropped(tile.stack(p), tile.keep(rows, cols)) @ load(v, cols)).to(q.dtype)
+    lse = torch.logsumexp(s, dim=-1).masked_fill(empty.squeeze(-1), -math.inf)
     return o, lse
 
 
@@ -300,7 +247,7 @@ def dense_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, softmax_scale: float, mask: Mask
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients from one tile that is the whole matrix; shapes and results as in ``blockwise_backward``."""
-    tile = _Tile.of(q, k, softmax_scale, mask, None)
+    tile = Tile.of(q, k, softmax_scale, mask, None)
     rows, cols = slice(0, q.shape[2]), slice(0, k.shape[2])
     saved = _row_terms(tile, rows, do, o, lse, None)
     q_i, k_j, v_j = tile.stack(load(q, rows)), load(k, cols), load(v, cols)
