@@ -34,7 +34,7 @@ from flashtile.score import Score
 # The best of five pairs, or close to it, at lengths 64 to 2,048 on one AVX-512 core (forward and backward).
 BLOCK_Q, BLOCK_K = 64, 256
 # Torch's backward rounds logits otherwise than its forward, and far above this exp(s - lse) can overflow. The tiles of
-# our two passes round alike, so that s <= lse holds for an lse of theirs.
+# our two passes round alike, so that s <= lse holds for an lse of theirs: past it both passes are tiles.
 HUGE_LOGIT = 2.0**20
 
 
@@ -49,35 +49,34 @@ def forward(
     score: Score | None = None,
     sinks: Tensor | None = None,
     dropout: Dropout | None = None,
+    max_logits: Tensor | None = None,
     first_batch: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return o ``(b, hq, sq, dv)``, its dimensions in memory in q's order, and lse ``(b, hq, sq)``.
 
     q ``(b, hq, sq, d)``, k ``(b, hkv, sk, d)``, v ``(b, hkv, sk, dv)``, any strides; lse in natural log, fp32 (fp64 for
-    fp64). Memory: O(n). sinks ``(hq,)``; ``seqlens`` (``packed.py``) for packed sequences.
+    fp64). Memory: O(n). sinks ``(hq,)``; ``seqlens`` for packed sequences (``packed.py``); ``max_logits``, shaped as
+    lse, receives the largest logit of every row.
     """
-    if serves(q, k, v, softmax_scale, mask, score, dropout):
-        width = max(q.shape[-1], v.shape[-1])
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(_prepared(x, width) for x in (q, k, v)), 0.0, _is_top_left(q, mask), scale=softmax_scale
-        )
-        o = o[..., : v.shape[-1]]
-        if sinks is not None:
-            o, lse = join_sinks(sinks, o, lse)
-    else:
-        o, lse = blockwise_forward(
-            q,
-            k,
-            v,
-            softmax_scale=softmax_scale,
-            mask=mask,
-            score=score,
-            sinks=sinks,
-            dropout=dropout,
-            first_batch=first_batch,
-            block_q=BLOCK_Q,
-            block_k=BLOCK_K,
-        )
+    if max_logits is None and serves(q, k, v, softmax_scale, mask, score, dropout):
+        o, lse = _aten_forward(q, k, v, softmax_scale, _is_top_left(q, mask))
+        if lse.abs().max() < HUGE_LOGIT:
+            o, lse = (o, lse) if sinks is None else join_sinks(sinks, o, lse)
+            return _stored_like(q, o), lse.contiguous()
+    o, lse = blockwise_forward(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        mask=mask,
+        score=score,
+        sinks=sinks,
+        dropout=dropout,
+        max_logits=max_logits,
+        first_batch=first_batch,
+        block_q=BLOCK_Q,
+        block_k=BLOCK_K,
+    )
     return _stored_like(q, o), lse.contiguous()
 
 
@@ -94,32 +93,32 @@ def backward(
     softmax_scale: float,
     mask: Mask,
     score: Score | None = None,
-    sinks: Tensor | None = None,
     dropout: Dropout | None = None,
     first_batch: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) in the dtypes and memory orders of q, k, v, for the gradients do of o and dlse of lse.
 
-    ``sinks.sink_gradient`` is the gradient of sinks.
+    Sinks need no mention, being in o and lse; their own gradient is ``sinks.sink_gradient``.
     """
-    fast = serves(q, k, v, softmax_scale, mask, score, dropout)
-    tiles = {
-        "softmax_scale": softmax_scale,
-        "mask": mask,
-        "score": score,
-        "sinks": sinks,
-        "dropout": dropout,
-        "first_batch": first_batch,
-        "block_q": BLOCK_Q,
-        "block_k": BLOCK_K,
-    }
-    if fast and not lse.abs().max() < HUGE_LOGIT:
-        fast = False
-        _, lse = blockwise_forward(q, k, v, **tiles)
-    if fast:
+    if serves(q, k, v, softmax_scale, mask, score, dropout) and lse.abs().max() < HUGE_LOGIT:
         dq, dk, dv = _aten_backward(do, q, k, v, o, lse, dlse, softmax_scale, _is_top_left(q, mask))
     else:
-        dq, dk, dv = blockwise_backward(do, q, k, v, o, lse, dlse, **tiles)
+        dq, dk, dv = blockwise_backward(
+            do,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            dlse,
+            softmax_scale=softmax_scale,
+            mask=mask,
+            score=score,
+            dropout=dropout,
+            first_batch=first_batch,
+            block_q=BLOCK_Q,
+            block_k=BLOCK_K,
+        )
     return _stored_like(q, dq), _stored_like(k, dk), _stored_like(v, dv)
 
 
@@ -135,6 +134,14 @@ def serves(
 
 def _is_top_left(q: Tensor, mask: Mask) -> bool:
     return mask == causal() and q.shape[2] > 1
+
+
+def _aten_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    width = max(q.shape[-1], v.shape[-1])
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(_prepared(x, width) for x in (q, k, v)), 0.0, is_causal, scale=softmax_scale
+    )
+    return o[..., : v.shape[-1]], lse
 
 
 def _aten_backward(

@@ -82,6 +82,7 @@ def blockwise_forward(
     score: Score | None = None,
     sinks: Tensor | None = None,
     dropout: Dropout | None = None,
+    max_logits: Tensor | None = None,
     first_batch: int = 0,
     block_q: int = 128,
     block_k: int = 128,
@@ -91,7 +92,8 @@ def blockwise_forward(
         acc' = acc * rescale + p v_j        o = acc / l        lse = m + log l
 
     Returns o ``(b, hq, sq, dv)`` in q's dtype and lse ``(b, hq, sq)``, natural log. Memory beside the results: one
-    tile of ``block_q`` x ``block_k`` logits per head. sinks ``(hq,)``; ``first_batch`` is the number of batch entry 0.
+    tile of ``block_q`` x ``block_k`` logits per head. sinks ``(hq,)``; ``max_logits``, shaped as lse, receives the
+    largest logit of every row; ``first_batch`` is the number of batch entry 0.
     """
     tile = Tile.of(q, k, softmax_scale, mask, score, dropout, first_batch)
     (batch, heads_q, seqlen_q, _), dtype = q.shape, accumulation_dtype(q.dtype)
@@ -108,6 +110,8 @@ def blockwise_forward(
             s = tile.logits(q_i @ k_j.mT * softmax_scale, rows, cols, partial)
             p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum)
             acc = acc * rescale + tile.dropped(p, tile.keep(rows, cols)) @ v_j
+        if max_logits is not None:
+            max_logits[:, :, rows] = tile.unstack(row_max).squeeze(-1)
         if sinks is not None:
             # One more logit in every row, whose value row is zero.
             _, rescale, row_max, row_sum = softmax_step(
@@ -135,7 +139,6 @@ def blockwise_backward(
     softmax_scale: float,
     mask: Mask,
     score: Score | None = None,
-    sinks: Tensor | None = None,
     dropout: Dropout | None = None,
     first_batch: int = 0,
     block_q: int = 128,
@@ -148,8 +151,8 @@ def blockwise_backward(
 
     do ``(b, hq, sq, dv)``, dlse ``(b, hq, sq)`` or None, the rest as in ``blockwise_forward``. Returns (dq, dk, dv) in
     the dtypes of q, k, v; dk and dv are summed over the query heads of a group before rounding. With dropout the
-    weights in dv, and do v^T, are multiplied by keep / (1 - p). Sinks change nothing, being in o and lse already; their
-    own gradient is ``sinks.sink_gradient``.
+    weights in dv, and do v^T, are multiplied by keep / (1 - p). Sinks need no mention, being in o and lse already;
+    their own gradient is ``sinks.sink_gradient``.
     """
     tile = Tile.of(q, k, softmax_scale, mask, score, dropout, first_batch)
     seqlen_q, dtype = q.shape[2], accumulation_dtype(q.dtype)

@@ -26,13 +26,27 @@ def forward_by_sequence(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callab
     """Let ``forward(q, k, v, **options)`` take ``seqlens``: then q, k, v are ``(1, heads, total, d)``."""
 
     @functools.wraps(forward)
-    def with_seqlens(q: Tensor, k: Tensor, v: Tensor, *, seqlens: Seqlens | None = None, **options: Any):
+    def with_seqlens(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        seqlens: Seqlens | None = None,
+        max_logits: Tensor | None = None,
+        **options: Any,
+    ):
+        if max_logits is not None:
+            options["max_logits"] = max_logits
         if seqlens is None:
             return forward(q, k, v, **options)
         o = empty_in_order_of(q, (*q.shape[:-1], v.shape[-1]), q.dtype).zero_()
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         lse = torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
+        if max_logits is not None:
+            max_logits.fill_(-math.inf)
         for i, (rows, cols) in enumerate(sequences(seqlens)):
+            if max_logits is not None:
+                options["max_logits"] = max_logits[:, :, rows]
             part = q[:, :, rows], k[:, :, cols], v[:, :, cols]
             o[:, :, rows], lse[:, :, rows] = forward(*part, first_batch=i, **options)
         return o, lse
