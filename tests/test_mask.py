@@ -2,27 +2,81 @@
 
 import itertools
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from flashtile import mask
 from flashtile.kernel.flash_attention_mock import blockwise_backward, blockwise_forward
-from flashtile.mask import Mask, causal, full
+from flashtile.mask import Mask, causal, chunked, document, full, gather, key_padding, prefix, select, window
 from flashtile.seqlen import Where
 from tests.reference import Case, Result, assert_result_accurate, plain, reference
 
-MASKS = [full(), causal()]
-LENGTHS = [(6, 6), (1, 7), (7, 1), (4, 9), (9, 4), (0, 3), (3, 0)]
 BATCH, HEADS = 2, 2
-
-all_masks = pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
-all_lengths = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
+LENGTHS = [(6, 6), (1, 7), (7, 1), (4, 9), (9, 4), (0, 3), (3, 0)]
 
 
-def visible(mask: Mask, where: Where) -> list[list[bool]]:
+def diagonal_stripes(where, q_idx, k_idx, args):
+    return (q_idx + k_idx + where.head) % args[0] == 0
+
+
+def by_table(where, q_idx, k_idx, args):
+    table, length, offset = args
+    return gather(table, k_idx + offset, length) > select(where.batch > 0, 2, 4)
+
+
+def even_keys(where, q_idx, k_idx, args):
+    return (k_idx % 2 == 0) & (q_idx >= 0)
+
+
+def every_other(where, lo, hi, args):
+    return 0, 0, 0, 9
+
+
+MASKS = [
+    full(),
+    causal(),
+    causal(align="top_left"),
+    window(2, 1),
+    window(0, 0),
+    window(-1, 2),
+    window(3, -1),
+    chunked(3),
+    chunked(1),
+    prefix([0, 4]),
+    prefix(2),
+    key_padding(torch.tensor([9, 3])),
+    document(torch.tensor([0, 0, 1, 1, 1, 5, 5, 2, 2])),
+    document(torch.tensor([[3, 1, 3, 1, 1, 3, 0, 0, 3], [7, 7, 7, 7, 7, 7, 7, 7, 7]])),
+    document(torch.tensor([4, 4, 9, 4])),  # shorter than most sequences
+    mask.block_sparse(torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1], [0, 0, 0], [0, 1, 1]]).bool(), 2, 3),
+    mask.dense(torch.arange(2 * 2 * 9 * 9).reshape(2, 2, 9, 9) % 3 > 0),
+    mask.dense((torch.arange(9) % 4 > 0).reshape(9, 1)),
+    Mask.of(diagonal_stripes, (3,), name="stripes"),
+    Mask.of(by_table, (torch.tensor([5, 0, 3, 9]), 4, -1)),
+    Mask.of(even_keys, (), every_other, every_other),
+    causal() & window(2, 2),
+    causal() | prefix([3, 1]),
+    causal() & document(torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])),
+    (prefix(2) | window(1, 0)) & key_padding([7, 4]),
+    chunked(4) & causal() | prefix([1, 0]),
+    ~causal(),
+    ~window(1, 1),
+    ~(chunked(2) | prefix(3)) & key_padding(8),
+    ~full(),
+    window(1, 0) | Mask.of(diagonal_stripes, (4,)),
+    (window(1, 0) | prefix(1)).without_ranges(),
+]
+all_masks = pytest.mark.parametrize("value", MASKS, ids=str)
+all_lengths = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS, ids=str)
+
+
+def visible(value: Mask, where: Where) -> list[list[bool]]:
     """Return the mask of one (batch, head) as nested lists, from the predicate on plain integers."""
-    return [
-        [bool(mask.predicate(where, i, j, mask.args)) for j in range(where.seqlen_k)] for i in range(where.seqlen_q)
-    ]
+    rows, cols = range(where.seqlen_q), range(where.seqlen_k)
+    return [[bool(value.predicate(where, i, j, value.args)) for j in cols] for i in rows]
 
 
 def places(seqlen_q: int, seqlen_k: int) -> list[Where]:
@@ -32,6 +86,7 @@ def places(seqlen_q: int, seqlen_k: int) -> list[Where]:
 def check_range(bounds: tuple[int, int, int, int], length: int, tile: list[list[bool]]) -> None:
     """Check (lo, full_lo, full_hi, hi) against ``tile[j]``: what the rows of the tile say about index j."""
     lo, full_lo, full_hi, hi = bounds
+    assert lo <= full_lo <= max(lo, hi), f"{bounds} is not in order"
     for j in range(length):
         if not lo <= j < hi:
             assert not any(tile[j]), f"index {j} is visible, but outside [{lo}, {hi})"
@@ -39,54 +94,242 @@ def check_range(bounds: tuple[int, int, int, int], length: int, tile: list[list[
             assert all(tile[j]), f"index {j} is in the full range [{full_lo}, {full_hi}), but not visible to all"
 
 
-@all_masks
-@all_lengths
-def test_key_range_agrees_with_predicate(mask: Mask, seqlen_q: int, seqlen_k: int) -> None:
+def check_ranges(value: Mask, seqlen_q: int, seqlen_k: int) -> None:
+    """Check both ranges of a mask for every tile of every (batch, head)."""
+    if value.key_range is None or value.query_range is None:
+        return
     for where in places(seqlen_q, seqlen_k):
-        rows = visible(mask, where)
+        rows = visible(value, where)
         for q_lo, q_hi in itertools.combinations(range(seqlen_q + 1), 2):
-            columns = [[rows[i][j] for i in range(q_lo, q_hi)] for j in range(seqlen_k)]
-            check_range(mask.key_range(where, q_lo, q_hi, mask.args), seqlen_k, columns)
-
-
-@all_masks
-@all_lengths
-def test_query_range_agrees_with_predicate(mask: Mask, seqlen_q: int, seqlen_k: int) -> None:
-    for where in places(seqlen_q, seqlen_k):
-        rows = visible(mask, where)
+            tile = [[rows[i][j] for i in range(q_lo, q_hi)] for j in range(seqlen_k)]
+            check_range(value.key_range(where, q_lo, q_hi, value.args), seqlen_k, tile)
         for k_lo, k_hi in itertools.combinations(range(seqlen_k + 1), 2):
             tile = [rows[i][k_lo:k_hi] for i in range(seqlen_q)]
-            check_range(mask.query_range(where, k_lo, k_hi, mask.args), seqlen_q, tile)
+            check_range(value.query_range(where, k_lo, k_hi, value.args), seqlen_q, tile)
 
 
 @all_masks
 @all_lengths
-def test_predicate_is_the_same_on_tensors(mask: Mask, seqlen_q: int, seqlen_k: int) -> None:
+def test_ranges_agree_with_predicate(value: Mask, seqlen_q: int, seqlen_k: int) -> None:
+    check_ranges(value, seqlen_q, seqlen_k)
+
+
+@all_masks
+@all_lengths
+def test_predicate_is_the_same_on_tensors(value: Mask, seqlen_q: int, seqlen_k: int) -> None:
     where = Where(torch.arange(BATCH)[:, None, None, None], torch.arange(HEADS)[:, None, None], seqlen_q, seqlen_k)
     q_idx, k_idx = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
-    got = mask.predicate(where, q_idx, k_idx, mask.args).expand(BATCH, HEADS, seqlen_q, seqlen_k)
-    want = [visible(mask, place) for place in places(seqlen_q, seqlen_k)]
+    got = value.predicate(where, q_idx, k_idx, value.args).expand(BATCH, HEADS, seqlen_q, seqlen_k)
+    assert got.dtype == torch.bool
+    want = [visible(value, place) for place in places(seqlen_q, seqlen_k)]
     assert got.flatten(0, 1).tolist() == want
 
 
 @all_masks
 @all_lengths
-def test_tiles_agree_with_the_dense_formula(mask: Mask, seqlen_q: int, seqlen_k: int) -> None:
+def test_tiles_agree_with_the_dense_formula(value: Mask, seqlen_q: int, seqlen_k: int) -> None:
     case = Case(BATCH, HEADS, HEADS, seqlen_q, seqlen_k, head_dim=4)
     q, k, v, do, dlse = case.tensors()
-    options = {"softmax_scale": 0.5, "mask": mask, "block_q": 2, "block_k": 3}
+    options = {"softmax_scale": 0.5, "mask": value, "block_q": 2, "block_k": 3}
     o, lse = blockwise_forward(q, k, v, **options)
     grads = blockwise_backward(do, q, k, v, o, lse, dlse, **options)
-    given = {"softmax_scale": 0.5, "mask": mask, "do": do, "dlse": dlse}
-    assert_result_accurate(Result(o, lse, *grads), reference(q, k, v, **given), plain(q, k, v, **given))
+    expected = {"softmax_scale": 0.5, "mask": value, "do": do, "dlse": dlse}
+    assert_result_accurate(Result(o, lse, *grads), reference(q, k, v, **expected), plain(q, k, v, **expected))
+
+
+# --- masks made up at random ------------------------------------------------------------------------------------------
+
+small = st.integers(0, 9)
+simple_masks = st.one_of(
+    st.just(full()),
+    st.sampled_from(["bottom_right", "top_left"]).map(causal),
+    st.builds(window, st.integers(-1, 6), st.integers(-1, 6)),
+    st.builds(chunked, st.integers(1, 7)),
+    st.lists(small, min_size=BATCH, max_size=BATCH).map(prefix),
+    small.map(key_padding),
+    st.lists(st.lists(st.integers(-1, 2), min_size=9, max_size=9), min_size=BATCH, max_size=BATCH).map(
+        lambda ids: document(torch.tensor(ids))
+    ),
+    st.lists(small, min_size=1, max_size=9).map(lambda ids: document(torch.tensor(sorted(ids)))),
+)
+all_masks_at_random = st.recursive(
+    simple_masks,
+    lambda masks: st.one_of(
+        st.builds(Mask.__and__, masks, masks), st.builds(Mask.__or__, masks, masks), masks.map(Mask.__invert__)
+    ),
+    max_leaves=4,
+)
+
+
+@given(value=all_masks_at_random, seqlen_q=st.integers(0, 7), seqlen_k=st.integers(0, 7))
+@hypothesis.settings(max_examples=400, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+def test_ranges_of_any_combination(value: Mask, seqlen_q: int, seqlen_k: int) -> None:
+    check_ranges(value, seqlen_q, seqlen_k)
+
+
+# --- what each mask shows ---------------------------------------------------------------------------------------------
+
+
+def picture(value: Mask, seqlen_q: int, seqlen_k: int, batch: int = 0) -> list[str]:
+    return ["".join(".#"[seen] for seen in row) for row in visible(value, Where(batch, 0, seqlen_q, seqlen_k))]
 
 
 def test_causal_is_aligned_bottom_right() -> None:
-    assert visible(causal(), Where(0, 0, 2, 4)) == [[True, True, True, False], [True, True, True, True]]
-    assert visible(causal(), Where(0, 0, 3, 1)) == [[False], [False], [True]]
+    assert picture(causal(), 2, 4) == ["###.", "####"]
+    assert picture(causal(), 3, 1) == [".", ".", "#"]
+    assert picture(causal(align="top_left"), 2, 4) == ["#...", "##.."]
+
+
+def test_windows_count_keys_besides_the_current_one() -> None:
+    assert picture(window(1, 0), 3, 4) == ["##..", ".##.", "..##"]
+    assert picture(window(0, 1), 3, 3) == ["##.", ".##", "..#"]
+    assert window(-1, 0) == causal()
+    assert window(-1, -1) == full()
+    # A bound is not cut to the number of keys: with more queries than keys it reaches further back.
+    assert picture(window(-1, 100), 8, 4) == ["####"] * 8
+    assert [row.count("#") for row in picture(window(-1, 4), 8, 4)] == [1, 2, 3, 4, 4, 4, 4, 4]
+    assert picture(window(2**40, 2**31 - 1), 2, 2) == ["##", "##"]
+
+
+def test_chunks_documents_and_lengths() -> None:
+    assert picture(chunked(2), 3, 5) == ["..##.", "..##.", "....#"]
+    assert picture(document(torch.tensor([1, 1, 0, 1])), 4, 4) == ["##.#", "##.#", "..#.", "##.#"]
+    assert picture(document(torch.tensor([5, 5, 6])), 4, 3) == ["...", "##.", "##.", "..#"]
+    assert picture(prefix([1, 2]) | causal(), 3, 3, batch=1) == ["##.", "##.", "###"]
+    assert picture(key_padding([1, 2]), 2, 3, batch=0) == ["#..", "#.."]
+
+
+def test_narrow_ranges_for_documents_in_one_piece() -> None:
+    packed = document(torch.tensor([0] * 5 + [1] * 3 + [2] * 8))
+    where = Where(0, 0, 16, 16)
+    assert packed.key_range is not None
+    assert packed.key_range(where, 0, 4, packed.args) == (0, 0, 5, 5)
+    assert packed.key_range(where, 5, 8, packed.args) == (5, 5, 8, 8)
+    lo, full_lo, full_hi, hi = packed.key_range(where, 3, 7, packed.args)
+    assert (lo, hi) == (0, 8)
+    assert full_lo >= full_hi
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8], ids=str)
+def test_ids_of_any_integer_dtype(dtype) -> None:
+    assert picture(document(torch.tensor([200, 3, 200]).to(dtype)), 3, 3) == ["#.#", ".#.", "#.#"]
+
+
+def test_ids_beyond_32_bits() -> None:
+    assert picture(document(torch.tensor([1, 1 + 2**32])), 2, 2) == ["#.", ".#"]
+
+
+def test_document_ids_from_boundaries() -> None:
+    ids = mask.document_ids(torch.tensor([0, 2, 2, 5]), 7)
+    assert ids.tolist() == [0, 0, 2, 2, 2, 3, 3]
+    assert ids.dtype == torch.int32
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def test_masks_are_values() -> None:
     assert causal() == causal()
     assert causal() != full()
     assert hash(causal()) == hash(causal())
+    assert window(3, 0) == window(3, 0) != window(4, 0)
+    ids = torch.zeros(4, dtype=torch.int32)
+    assert document(ids) != document(ids.clone())  # tensors are compared by identity: nothing waits for a device
+    assert causal() & window(3, 0) == causal() & window(3, 0)
+    assert full() & causal() == causal() == causal() & full()
+    assert full() | causal() == full()
+
+
+def test_names_read_as_they_were_written() -> None:
+    assert str(causal() & window(3, 1)) == "causal() & window(3, 1)"
+    assert str((prefix(2) | causal()) & key_padding([1, 2])) == "(prefix(2) | causal()) & key_padding(lengths of 2)"
+    assert str(~(causal() | chunked(2)) | prefix(1)) == "~(causal() | chunked(2)) | prefix(1)"
+    assert repr(mask.dense(torch.ones(3, 4).bool())) == "dense(visible of 3 x 4)"
+
+
+def test_no_copy_of_a_large_mask() -> None:
+    seen = torch.rand(5, 7) > 0.5
+    value = mask.dense(seen.expand(3, 2, 5, 7))
+    assert next(value.tensors()).data_ptr() == seen.data_ptr()
+    value.check(3, 2, 5, 7)
+    with pytest.raises(ValueError, match="made for heads_q 2, but the tensors have heads_q 4"):
+        value.check(3, 4, 5, 7)
+
+
+def test_sizes_are_checked_inside_combinations_too() -> None:
+    blocks = mask.block_sparse(torch.ones(1, 1, 3, 2).bool(), 4, 8) & causal()
+    blocks.check(7, 9, 12, 16)
+    blocks.check(7, 9, 9, 9)
+    with pytest.raises(ValueError, match="made for seqlen_q 3 blocks of 4, but the tensors have seqlen_q 13"):
+        blocks.check(7, 9, 13, 16)
+    with pytest.raises(ValueError, match="batch 2, but the tensors have batch 3"):
+        (prefix([1, 2]) | causal()).check(3, 1, 4, 4)
+
+
+def test_to_moves_every_tensor() -> None:
+    value = (document(torch.arange(4)) | prefix([1, 2])).to("meta")
+    assert {t.device.type for t in value.tensors()} == {"meta"}
+
+
+# --- arguments that cannot be ----------------------------------------------------------------------------------------
+
+SIZE = 3
+
+
+def reads_a_global(where, q_idx, k_idx, args):
+    return q_idx // SIZE == k_idx // SIZE
+
+
+def around():
+    size = 3
+
+    def closure(where, q_idx, k_idx, args):
+        return q_idx // size == k_idx // size
+
+    return closure
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: causal(align="left"), ValueError, "align is 'left', but wants"),
+        (lambda: window(-2, 0), ValueError, "left is -2, but wants at least -1"),
+        (lambda: window(0, 1.5), TypeError, "right is 1.5, but wants an int"),
+        (lambda: chunked(0), ValueError, "size is 0, but wants at least 1"),
+        (lambda: prefix(-1), ValueError, "lengths is -1"),
+        (lambda: prefix([]), (TypeError, ValueError), "lengths"),
+        (lambda: key_padding(torch.ones(2)), TypeError, "lengths has dtype torch.float32, but wants integers"),
+        (lambda: key_padding("all"), TypeError, "lengths is a str"),
+        (lambda: document(torch.ones(1, 1, 1).int()), ValueError, r"ids has shape \(1, 1, 1\), but wants 1 or 2"),
+        (lambda: mask.dense(torch.zeros(2, 2)), TypeError, "visible is torch.float32, but wants a torch.bool"),
+        (lambda: mask.dense(torch.zeros(1, 1, 1, 2, 2).bool()), ValueError, "visible has shape"),
+        (lambda: mask.block_sparse(torch.ones(2, 2).bool(), 0, 4), ValueError, "block_q is 0"),
+        (lambda: Mask.of(lambda where, q, k, args: q == k), TypeError, "predicate is a lambda"),
+        (lambda: Mask.of(around()), TypeError, "predicate closure uses size"),
+        (lambda: Mask.of(reads_a_global), TypeError, "predicate reads_a_global reads the global SIZE"),
+        (lambda: Mask.of(max), TypeError, "predicate is <built-in function max>"),
+        (lambda: Mask.of(even_keys, args=3), TypeError, "args is a int"),
+        (lambda: Mask.of(even_keys, args=("a",)), TypeError, r"args\[0\] is a str"),
+        (lambda: Mask.of(even_keys, key_range=every_other), ValueError, "query_range is None"),
+        (lambda: causal() & 3, TypeError, "unsupported operand"),
+    ],
+)
+def test_bad_arguments_are_named(make, error, words) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def test_picture_in_characters() -> None:
+    assert causal().show(3).splitlines() == ["causal(): 3 queries x 3 keys", "█ · ·", "█ █ ·", "█ █ █"]
+    coarse = mask.show(window(4, 0), 8, 12, width=3)
+    assert coarse.splitlines() == ["window(4, 0): 8 queries x 12 keys, a cell is 4 x 4", "▒ ▒ ·", "· ▒ ▒"]
+    assert mask.show(prefix([1, 2]), 1, 3, batch=1).splitlines()[1] == "█ █ ·"
+    assert mask.show(causal(), 0, 0) == "causal(): 0 queries x 0 keys"
+
+
+def test_picture_as_png(tmp_path) -> None:
+    mask.save_png(causal() & document(torch.tensor([0] * 20 + [1] * 12)), tmp_path / "mask.png", 24, 32, tile_q=8)
+    assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")

@@ -1,6 +1,18 @@
-"""Which sequence a program works on."""
+"""Which sequence a program works on, and the few operations that mask and score functions need beyond arithmetic.
 
-from typing import Any, NamedTuple
+Mask and score functions are plain Python that runs on integers, on torch tensors and, jitted, in kernels. Arithmetic
+and comparisons mean the same everywhere; the functions here have a form for Python and torch, and another for kernels,
+which ``mask.jitted`` puts in their place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    import triton.language as tl  # in the device forms only, where ``mask.jitted`` provides it
 
 
 class Where(NamedTuple):
@@ -17,10 +29,10 @@ class Where(NamedTuple):
 
 
 class Seqlens(NamedTuple):
-    """Lengths of sequences packed one after the other: sequence i has the rows ``[cu_seqlens[i], cu_seqlens[i + 1])``.
+    """Packed sequences: sequence i has the rows ``[cu_seqlens[i], cu_seqlens[i + 1])`` of queries and of keys.
 
-    ``cu_seqlens_q`` and ``cu_seqlens_k`` are int32 tensors of ``batch + 1`` entries. ``seqused_*`` (``batch`` entries)
-    cut each sequence to its first rows; ``max_seqlen_*`` are hints that nothing depends on.
+    ``cu_seqlens_*`` int32 ``(sequences + 1,)`` on the device; ``seqused_*`` int32 ``(sequences,)``, or None, cut a
+    sequence to its first rows; ``max_seqlen_*`` int or None are hints, never relied upon.
     """
 
     cu_seqlens_q: Any
@@ -29,3 +41,40 @@ class Seqlens(NamedTuple):
     seqused_k: Any = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+
+
+def gather(table: Any, index: Any, length: Any) -> Any:
+    """Return the entries of a contiguous tensor, seen flat, at ``index``; an index outside [0, length) is moved to the
+    nearest end, so that ``length`` (at least 1, at most the number of entries) keeps every read inside the table."""
+    flat = table.reshape(-1)
+    if isinstance(index, torch.Tensor):
+        return flat[index.clamp(0, length - 1)]
+    return flat[max(min(index, length - 1), 0)].item()
+
+
+def _gather_on_device(table, index, length):
+    return tl.load(table + tl.maximum(tl.minimum(index, length - 1), 0))
+
+
+def select(condition: Any, a: Any, b: Any) -> Any:
+    """Return ``a`` where the condition holds, elsewhere ``b``, element by element."""
+    if isinstance(condition, torch.Tensor):
+        return torch.where(condition, a, b)
+    return a if condition else b
+
+
+def _select_on_device(condition, a, b):
+    return tl.where(condition, a, b)
+
+
+def wide(x: Any) -> Any:
+    """Return an index in 64 bits, for products beyond 2**31. (Indices on the host are as wide already.)"""
+    return x
+
+
+def _wide_on_device(x):
+    return x.to(tl.int64)
+
+
+# What ``mask.jitted`` puts in place of each function.
+ON_DEVICE = {gather: _gather_on_device, select: _select_on_device, wide: _wide_on_device}

@@ -1,0 +1,315 @@
+"""What a mask is: three plain Python functions, their runtime arguments, and the algebra of masks."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from flashtile.seqlen import ON_DEVICE, select
+
+Sizes = tuple[tuple[int, int] | None, tuple[int, int] | None, tuple[int, int] | None, tuple[int, int] | None]
+ANY_SIZES: Sizes = (None, None, None, None)
+
+
+class DeviceMask(NamedTuple):
+    """A mask as the kernels receive it: jitted functions (compile-time constants) and runtime arguments."""
+
+    predicate: Any
+    key_range: Any
+    query_range: Any
+    args: tuple
+
+
+@functools.cache
+def jitted(fn: Callable) -> Any:
+    """Return ``triton.jit`` of a plain function, the same object for the same function, importing Triton only now.
+
+    A copy of the function is jitted, in whose globals ``gather``, ``select`` and ``wide`` have their device forms,
+    other plain functions that it calls are jitted likewise, and ``tl`` is ``triton.language``.
+    """
+    import triton
+
+    scope = {"tl": triton.language, **fn.__globals__}
+    # The interpreter insists on seeing triton.language among the globals of every function that it runs.
+    scope["_triton_language"] = triton.language
+    for name in _globals_read(fn):
+        value = scope.get(name)
+        if isinstance(value, types.FunctionType) and not value.__module__.startswith("triton."):
+            scope[name] = jitted(ON_DEVICE.get(value, value))
+    return triton.jit(types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__))
+
+
+def _globals_read(fn: Callable) -> set[str]:
+    return {step.argval for step in dis.get_instructions(fn) if step.opname == "LOAD_GLOBAL"}
+
+
+def checked_function(name: str, fn: Any) -> Callable:
+    """Return a user's function in its plain form, or raise: it must be one that kernels can run as well."""
+    fn = getattr(fn, "fn", fn)  # what triton.jit was applied to
+    if not isinstance(fn, types.FunctionType):
+        raise TypeError(f"{name} is {fn!r}, but wants a Python function")
+    if fn.__name__ == "<lambda>":
+        raise TypeError(f"{name} is a lambda, but wants a function written with def: kernels are made from its text")
+    if fn.__closure__:
+        free = ", ".join(fn.__code__.co_freevars)
+        raise TypeError(f"{name} {fn.__name__} uses {free} of the function around it; pass what varies in args")
+    for used in sorted(_globals_read(fn)):
+        value = fn.__globals__.get(used)
+        if isinstance(value, (int, float, torch.Tensor)):
+            raise TypeError(f"{name} {fn.__name__} reads the global {used}; write the number out or pass it in args")
+    return fn
+
+
+def checked_args(args: Any) -> tuple:
+    """Return runtime arguments of a user's function as a tuple, its tensors contiguous."""
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"args is a {type(args).__name__}, but wants a tuple")
+    for i, arg in enumerate(args):
+        if arg is not None and not isinstance(arg, (int, float, torch.Tensor, Mask)):
+            raise TypeError(f"args[{i}] is a {type(arg).__name__}, but wants an int, a float, a torch.Tensor or a Mask")
+        if isinstance(arg, torch.Tensor) and arg.numel() == 0:
+            raise ValueError(f"args[{i}] is a tensor of shape {tuple(arg.shape)}, but wants at least one entry")
+    return tuple(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mask:
+    """A mask value; the package's text says what the functions mean. Masks combine with ``&``, ``|`` and ``~``.
+
+    Without ranges (None) the kernels find out by themselves which tiles are empty, full or partial. ``sizes`` says what
+    (batch, heads_q, seqlen_q, seqlen_k) the arguments were made for: as (blocks, block length), None for any.
+    """
+
+    name: str
+    predicate: Callable
+    key_range: Callable | None
+    query_range: Callable | None
+    args: tuple = ()
+    sizes: Sizes = ANY_SIZES
+
+    @staticmethod
+    def of(
+        predicate: Callable,
+        args: tuple = (),
+        key_range: Callable | None = None,
+        query_range: Callable | None = None,
+        name: str | None = None,
+    ) -> Mask:
+        """Return the mask of a function of your own, ``predicate(where, q_idx, k_idx, args) -> visible``.
+
+        It may use arithmetic, comparisons, ``& | ^``, ``gather`` and ``select`` (both in ``flashtile.mask``), and other
+        functions written so; whatever varies (ints, floats, contiguous tensors) comes in ``args``, so that new values
+        compile nothing new. Give both ranges or none. Raises TypeError for a function that no kernel could run.
+        """
+        predicate = checked_function("predicate", predicate)
+        if (key_range is None) != (query_range is None):
+            given, absent = ("query_range", "key_range") if key_range is None else ("key_range", "query_range")
+            raise ValueError(f"{absent} is None beside a {given}, but wants a function too; or give neither")
+        if key_range is not None:
+            key_range = checked_function("key_range", key_range)
+            query_range = checked_function("query_range", query_range)
+        return Mask(name or predicate.__name__.strip("_"), predicate, key_range, query_range, checked_args(args))
+
+    def on_device(self) -> DeviceMask:
+        """Return the form that kernels take."""
+        return self._device_mask
+
+    @functools.cached_property
+    def _device_mask(self) -> DeviceMask:
+        args = tuple(arg.on_device() if isinstance(arg, Mask) else arg for arg in self.args)
+        key_range, query_range = self.key_range or any_key_range, self.query_range or any_query_range
+        return DeviceMask(jitted(self.predicate), jitted(key_range), jitted(query_range), args)
+
+    def to(self, device: Any) -> Mask:
+        """Return the mask with its tensors on ``device``."""
+        moved = (arg.to(device) if isinstance(arg, (Mask, torch.Tensor)) else arg for arg in self.args)
+        return replace(self, args=tuple(moved)) if self.args else self
+
+    def without_ranges(self) -> Mask:
+        """Return the same mask with the ranges forgotten: the kernels then look for empty tiles between the others too.
+
+        Worth it where one interval per tile says too little, as for ``prefix(...) | window(...)``.
+        """
+        return replace(self, key_range=None, query_range=None)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield every tensor among the arguments."""
+        for arg in self.args:
+            if isinstance(arg, Mask):
+                yield from arg.tensors()
+            elif isinstance(arg, torch.Tensor):
+                yield arg
+
+    def check(self, batch: int, heads_q: int, seqlen_q: int, seqlen_k: int) -> None:
+        """Raise ValueError if the mask's arguments were made for other sizes."""
+        for arg in self.args:
+            if isinstance(arg, Mask):
+                arg.check(batch, heads_q, seqlen_q, seqlen_k)
+        names = ("batch", "heads_q", "seqlen_q", "seqlen_k")
+        for name, met, size in zip(names, (batch, heads_q, seqlen_q, seqlen_k), self.sizes, strict=True):
+            if size is not None and -(-met // size[1]) != size[0]:
+                made_for = f"{size[0]}" if size[1] == 1 else f"{size[0]} blocks of {size[1]}"
+                raise ValueError(f"mask {self} is made for {name} {made_for}, but the tensors have {name} {met}")
+
+    def show(self, seqlen_q: int, seqlen_k: int | None = None, **options: Any) -> str:
+        """Return a picture in characters: see ``flashtile.mask.show``."""
+        from flashtile.mask.picture import show
+
+        return show(self, seqlen_q, seqlen_k, **options)
+
+    def __and__(self, other: Mask) -> Mask:
+        """A key is visible where both masks show it."""
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return self if is_full(other) else other if is_full(self) else _combined(self, other, "&")
+
+    def __or__(self, other: Mask) -> Mask:
+        """A key is visible where either mask shows it."""
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return other if is_full(other) else self if is_full(self) else _combined(self, other, "|")
+
+    def __invert__(self) -> Mask:
+        """A key is visible where the mask hides it."""
+        ranges = (None, None) if self.key_range is None else (_not_key_range, _not_query_range)
+        return Mask(f"~{_in_parentheses(self, ' ')}", _not_predicate, *ranges, (self,))
+
+    def __repr__(self) -> str:
+        return f"{self.name}()" if self.name.isidentifier() else self.name
+
+    def _identity(self) -> tuple:
+        """What makes two masks equal: the functions and the arguments, tensors by identity."""
+        args = tuple(("tensor", id(arg)) if isinstance(arg, torch.Tensor) else arg for arg in self.args)
+        return self.predicate, self.key_range, self.query_range, args
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+
+def is_full(mask: Mask) -> bool:
+    """Return whether a mask is ``full()``."""
+    return mask.predicate is full_predicate
+
+
+def _in_parentheses(mask: Mask, loose: str) -> str:
+    return f"({mask})" if loose in _outside_parentheses(mask.name) else str(mask)
+
+
+def _outside_parentheses(text: str) -> str:
+    depth, kept = 0, ""
+    for char in text:
+        depth += (char == "(") - (char == ")")
+        kept += char if depth == 0 else ""
+    return kept
+
+
+def _combined(a: Mask, b: Mask, sign: str) -> Mask:
+    other = " | " if sign == "&" else " & "
+    name = f"{_in_parentheses(a, other)} {sign} {_in_parentheses(b, other)}"
+    functions = _AND if sign == "&" else _OR
+    if a.key_range is None or b.key_range is None:
+        functions = (functions[0], None, None)
+    return Mask(name, *functions, (a, b))
+
+
+# --- the functions of full masks, of unknown ranges, and of combinations ---------------------------------------------
+
+
+def full_predicate(where, q_idx, k_idx, args):
+    return (q_idx >= 0) & (k_idx >= 0)
+
+
+def any_key_range(where, q_lo, q_hi, args):
+    return 0, 0, 0, where.seqlen_k
+
+
+def any_query_range(where, k_lo, k_hi, args):
+    return 0, 0, 0, where.seqlen_q
+
+
+def _in_both(a, b):
+    lo, hi = max(a[0], b[0]), min(a[3], b[3])
+    full_lo, full_hi = max(a[1], b[1]), min(a[2], b[2])
+    # Only what is not known to be lo when compiled needs bounding: see tile_bounds in kernel/tile.py.
+    return lo, select(full_lo > lo, min(full_lo, max(lo, hi)), lo), min(full_hi, hi), hi
+
+
+def _in_either(a, b):
+    lo, hi = min(a[0], b[0]), max(a[3], b[3])
+    # Two full ranges that touch are one; of two apart the longer counts.
+    touch = max(a[1], b[1]) <= min(a[2], b[2])
+    a_longer = a[2] - a[1] >= b[2] - b[1]
+    full_lo = select(touch, min(a[1], b[1]), select(a_longer, a[1], b[1]))
+    full_hi = select(touch, max(a[2], b[2]), select(a_longer, a[2], b[2]))
+    return lo, select(full_lo > lo, min(full_lo, max(lo, hi)), lo), full_hi, hi
+
+
+def _outside(a, length):
+    """Visible are the indices outside a's full range, all of them on the longer side of a's hull."""
+    full_lo, full_hi = min(a[1], length), max(a[2], 0)
+    some_full = full_lo < full_hi
+    lo = select(some_full & (full_lo <= 0), min(full_hi, length), 0)
+    hi = select(some_full & (full_hi >= length), max(full_lo, 0), length)
+    empty_lo, empty_hi = max(min(a[0], length), 0), max(min(a[3], length), 0)
+    empty_lo, empty_hi = select(empty_lo < empty_hi, empty_lo, length), select(empty_lo < empty_hi, empty_hi, length)
+    left = empty_lo >= length - empty_hi
+    full_lo, full_hi = select(left, 0, empty_hi), select(left, empty_lo, length)
+    return lo, min(max(full_lo, lo), max(lo, hi)), min(full_hi, hi), hi
+
+
+def _and_predicate(where, q_idx, k_idx, args):
+    a, b = args[0], args[1]
+    return a.predicate(where, q_idx, k_idx, a.args) & b.predicate(where, q_idx, k_idx, b.args)
+
+
+def _and_key_range(where, q_lo, q_hi, args):
+    a, b = args[0], args[1]
+    return _in_both(a.key_range(where, q_lo, q_hi, a.args), b.key_range(where, q_lo, q_hi, b.args))
+
+
+def _and_query_range(where, k_lo, k_hi, args):
+    a, b = args[0], args[1]
+    return _in_both(a.query_range(where, k_lo, k_hi, a.args), b.query_range(where, k_lo, k_hi, b.args))
+
+
+def _or_predicate(where, q_idx, k_idx, args):
+    a, b = args[0], args[1]
+    return a.predicate(where, q_idx, k_idx, a.args) | b.predicate(where, q_idx, k_idx, b.args)
+
+
+def _or_key_range(where, q_lo, q_hi, args):
+    a, b = args[0], args[1]
+    return _in_either(a.key_range(where, q_lo, q_hi, a.args), b.key_range(where, q_lo, q_hi, b.args))
+
+
+def _or_query_range(where, k_lo, k_hi, args):
+    a, b = args[0], args[1]
+    return _in_either(a.query_range(where, k_lo, k_hi, a.args), b.query_range(where, k_lo, k_hi, b.args))
+
+
+def _not_predicate(where, q_idx, k_idx, args):
+    a = args[0]
+    return a.predicate(where, q_idx, k_idx, a.args) ^ True
+
+
+def _not_key_range(where, q_lo, q_hi, args):
+    a = args[0]
+    return _outside(a.key_range(where, q_lo, q_hi, a.args), where.seqlen_k)
+
+
+def _not_query_range(where, k_lo, k_hi, args):
+    a = args[0]
+    return _outside(a.query_range(where, k_lo, k_hi, a.args), where.seqlen_q)
+
+
+_AND = (_and_predicate, _and_key_range, _and_query_range)
+_OR = (_or_predicate, _or_key_range, _or_query_range)
