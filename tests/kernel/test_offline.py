@@ -45,7 +45,7 @@ ALLOWED_SPILLS = {
     ("sm_90", "forward", 16, 160): Spill(256, MEASURED),
     ("sm_90", "forward", 16, 256): Spill(256, MEASURED),
     ("sm_90", "backward_dq", 16, 256): Spill(256, MEASURED),
-    ("sm_90", "backward_dkdv", 16, 64): Spill(64, MEASURED),
+    ("sm_90", "backward_dkdv", 16, 64): Spill(512, MEASURED),
     ("sm_90", "backward_dkdv", 16, 96): Spill(256, MEASURED),
     ("sm_90", "backward_dkdv", 16, 128): Spill(256, MEASURED),
     ("sm_90", "backward_dkdv", 16, 160): Spill(768, MEASURED),
@@ -58,6 +58,7 @@ ALLOWED_SPILLS = {
     ("gfx942", "backward_dkdv", 32, 256): Spill(128, "dK and dV of 16 keys, the fewest, and their operands"),
 }
 UNALIGNED = Spill(6000, "rows whose stride is no multiple of 16 elements are fetched one by one, through registers")
+BORROWED = Spill(6000, "rows chosen for a sibling; they have to fit and to use the tensor cores")
 IEEE = Spill(64, "unrolled multiply-adds: the compiler gives up a few registers for a second block per multiprocessor")
 
 
@@ -71,6 +72,8 @@ def allowed_spill(job: Job) -> int:
     """Return how many bytes per thread ``job`` may spill."""
     if job.head_dim % 16:
         return UNALIGNED.bound
+    if job.arch in launch.SAME_ROWS:
+        return BORROWED.bound
     default = IEEE.bound if job.dtype == "fp32" and job.arch.startswith("sm_") else 0
     listed = ALLOWED_SPILLS.get(row_of(job))
     return listed.bound if listed else default
