@@ -1,0 +1,45 @@
+"""Scores as values: what happens to a scaled logit before the softmax.
+
+A score is two plain Python functions and their runtime arguments; like masks they run in PyTorch and in kernels.
+
+    forward(where, q_idx, k_idx, s, args)     -> the new logit, s being softmax_scale * (q . k) in natural units
+    derivative(where, q_idx, k_idx, s, args)  -> d(new logit) / ds at the same s
+
+Numbers and tensors live in ``args``, so a new cap or a new bias compiles nothing new. Beside arithmetic the functions
+may call ``exp2 log2 tanh absolute select`` and ``gather read`` from here. ``a.then(b)`` applies ``a`` first.
+
+Gradients flow to the tensors that a score declares (``gradients``): each says what the logit's derivative with respect
+to one entry of the tensor is, and which entry that is. ``docs/scores.md`` has an example of every score.
+
+``None`` in place of a score means that logits stay as they are; the kernels then spend nothing on it.
+"""
+
+from flashtile.score.functions import Entries, absolute, exp2, log2, read, tanh
+from flashtile.score.gradcheck import gradcheck
+from flashtile.score.kinds import alibi, bias, for_scale, identity, relative_position, softcap, temperature
+from flashtile.score.value import Bucket, DeviceScore, Gradient, Parameter, Score
+from flashtile.seqlen import gather, select
+
+__all__ = [
+    "Bucket",
+    "DeviceScore",
+    "Entries",
+    "Gradient",
+    "Parameter",
+    "Score",
+    "absolute",
+    "alibi",
+    "bias",
+    "exp2",
+    "for_scale",
+    "gather",
+    "gradcheck",
+    "identity",
+    "log2",
+    "read",
+    "relative_position",
+    "select",
+    "softcap",
+    "tanh",
+    "temperature",
+]

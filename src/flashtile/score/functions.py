@@ -1,0 +1,113 @@
+"""What score functions may be made of, beside arithmetic: each in a form for torch and one for kernels.
+
+``jitted`` of ``flashtile.mask`` puts the second in place of the first. Scores may call helpers of their own that are
+made of these.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.seqlen import ON_DEVICE, Where, select
+
+if TYPE_CHECKING:
+    import triton.language as tl  # in the device forms only, where ``jitted`` provides it
+
+
+class Entries(NamedTuple):
+    """A tensor ``(batch | 1, heads_q | 1, seqlen_q | 1, seqlen_k | 1)`` for ``read``: its strides, None where
+    one entry serves all, and its last two sizes."""
+
+    tensor: Tensor
+    strides: tuple[int | None, ...]
+    rows: int | None
+    columns: int | None
+
+    @staticmethod
+    def of(tensor: Tensor) -> Entries:
+        shape = tensor.shape
+        strides = tuple(None if size == 1 else stride for size, stride in zip(shape, tensor.stride(), strict=True))
+        return Entries(tensor, strides, *(None if size == 1 else size for size in shape[2:]))
+
+
+def read(entries: Entries, where: Where, q_idx: Any, k_idx: Any, s: Tensor) -> Tensor:
+    """Return ``entries.tensor[where.batch, where.head, q_idx, k_idx]`` in the dtype of ``s``.
+
+    Indices past the end, in tiles that reach over it, read anything finite or not, but nothing outside the tensor.
+    """
+    places = zip(entries.tensor.shape, (where.batch, where.head, q_idx, k_idx), strict=True)
+    index = tuple(0 if size == 1 else torch.as_tensor(i).clamp(0, size - 1) for size, i in places)
+    return entries.tensor[index].to(s.dtype)
+
+
+def _read_on_device(entries, where, q_idx, k_idx, s):
+    strides = entries.strides
+    ptr = entries.tensor
+    if strides[0] is not None:
+        ptr += tl.cast(where.batch, tl.int64) * strides[0]
+    if strides[1] is not None:
+        ptr += tl.cast(where.head, tl.int64) * strides[1]
+    if strides[2] is not None and strides[3] is not None:
+        ptr += q_idx.to(tl.int64) * strides[2] + k_idx.to(tl.int64) * strides[3]
+        return tl.load(ptr, mask=(q_idx < entries.rows) & (k_idx < entries.columns), other=0.0).to(s.dtype)
+    elif strides[2] is not None:
+        return tl.load(ptr + q_idx.to(tl.int64) * strides[2], mask=q_idx < entries.rows, other=0.0).to(s.dtype)
+    elif strides[3] is not None:
+        return tl.load(ptr + k_idx.to(tl.int64) * strides[3], mask=k_idx < entries.columns, other=0.0).to(s.dtype)
+    else:
+        return tl.load(ptr).to(s.dtype)
+
+
+def exp2(x: Tensor) -> Tensor:
+    """Return 2**x."""
+    return torch.exp2(x)
+
+
+def _exp2_on_device(x):
+    return tl.exp2(x)
+
+
+def log2(x: Tensor) -> Tensor:
+    """Return the logarithm to base 2."""
+    return torch.log2(x)
+
+
+def _log2_on_device(x):
+    return tl.log2(x)
+
+
+def absolute(x: Any) -> Any:
+    """Return |x|, of indices and logits."""
+    return abs(x)
+
+
+def _absolute_on_device(x):
+    return tl.abs(x)
+
+
+def tanh(x: Tensor) -> Tensor:
+    """Return the hyperbolic tangent; in kernels to 4e-7 of its value."""
+    return torch.tanh(x)
+
+
+def _tanh_on_device(x):
+    # A ratio of exponentials would be inf / inf for large x: here exp2 may overflow, and 2 / inf is 0. Near 0, where
+    # the difference cancels, an odd polynomial: minimax of tanh(x) / x on |x| < 1/2 with a constant term of 1, 1.5e-8.
+    far = 1.0 - 2.0 / (1.0 + exp2(x * 2.8853900817779268))  # 2 log2(e)
+    u = x * x
+    near = x + x * u * (-0.33333144 + u * (0.13325879 + u * (-0.05304549 + u * 0.01724149)))
+    return select(absolute(x) < 0.5, near, far)
+
+
+ON_DEVICE.update(
+    {
+        read: _read_on_device,
+        exp2: _exp2_on_device,
+        log2: _log2_on_device,
+        absolute: _absolute_on_device,
+        tanh: _tanh_on_device,
+    }
+)

@@ -1,0 +1,231 @@
+"""What a score is: two plain Python functions, their runtime arguments, and the order of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.mask import jitted
+from flashtile.mask.value import checked_function
+from flashtile.score.functions import Entries
+
+
+class DeviceScore(NamedTuple):
+    """A score as the kernels receive it: jitted functions (compile-time constants) and runtime arguments."""
+
+    forward: Any
+    derivative: Any
+    args: tuple
+
+
+class Bucket(NamedTuple):
+    """Which bucket of a table a logit reads: ``number(where, q_idx, k_idx, args)``; jitted, the form kernels take."""
+
+    number: Any
+    args: tuple
+
+
+class Gradient(NamedTuple):
+    """How the logit depends on the tensor ``args[arg]`` of a score.
+
+    ``weight(where, q_idx, k_idx, s, args)`` is d(new logit) / d(entry that it reads). The entry is the one at (batch,
+    head, query, key) of an ``Entries``; with ``bucket(where, q_idx, k_idx, args)`` it is the one at (bucket, head) of a
+    table.
+    """
+
+    arg: int
+    weight: Callable
+    bucket: Callable | None = None
+
+
+class Parameter(NamedTuple):
+    """A tensor that gradients flow to, as the passes need it.
+
+    ``score`` has the whole score's forward, and as its derivative d(final logit) / d(entry): what turns a gradient with
+    respect to logits into one with respect to entries is the same tile with this score. ``index`` counts among
+    ``Score.tensors()``. ``tensor`` has four dims, or is a table (buckets, heads) if there is a ``bucket``.
+    """
+
+    index: int
+    tensor: Tensor
+    score: Score
+    bucket: Bucket | None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Score:
+    """A score value; see the module's text for the meaning of the functions."""
+
+    name: str
+    forward: Callable
+    derivative: Callable
+    args: tuple = ()
+    gradients: tuple[Gradient, ...] = ()
+
+    @staticmethod
+    def of(forward: Callable, derivative: Callable, args: tuple = (), *, gradients: tuple[Gradient, ...] = ()) -> Score:
+        """Return your own score, called after ``forward``; ``gradcheck`` tests the derivatives.
+
+        The functions may use arithmetic, comparisons, what ``flashtile.score`` offers for them, and helpers written so.
+        What varies comes in ``args``: ints, floats, tensors (made contiguous, for ``gather``) and ``Entries``. Raises
+        TypeError for what no kernel could run.
+        """
+        forward, derivative = checked_function("forward", forward), checked_function("derivative", derivative)
+        checked = []
+        for arg, weight, bucket in gradients:
+            if not 0 <= arg < len(args):
+                raise ValueError(f"gradients: arg is {arg}, want the position of a tensor among {len(args)} args")
+            bucket = None if bucket is None else checked_function("bucket", bucket)
+            wanted = Entries if bucket is None else Tensor
+            if not isinstance(args[arg], wanted):
+                raise TypeError(
+                    f"args[{arg}] is a {type(args[arg]).__name__}, want a {wanted.__name__} for its gradient"
+                )
+            checked.append(Gradient(arg, checked_function("weight", weight), bucket))
+        return Score(forward.__name__.strip("_"), forward, derivative, _checked_args(args), tuple(checked))
+
+    def then(self, after: Score) -> Score:
+        """Return the score that applies this one first and ``after`` to its result."""
+        return Score(f"{self.name}, {after.name}", _then_forward, _then_derivative, (self, after))
+
+    def on_device(self) -> DeviceScore:
+        """Return the form that kernels take."""
+        return DeviceScore(jitted(self.forward), jitted(self.derivative), _on_device(self.args))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return every tensor among the arguments, in order."""
+        return tuple(_tensors(self.args))
+
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Score:
+        """Return the same score with other tensors in place of ``self.tensors()``."""
+        return replace(self, args=_replaced(self.args, iter(tensors)))
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Return the tensors that gradients can flow to, and how."""
+        if self.forward is _then_forward:
+            first, after = self.args
+            # The chain rule is in the composition itself: first with another derivative, then after; and for after's
+            # own tensors what lies before it does not count.
+            skipped = replace(first, derivative=one)
+            offset = len(first.tensors())
+            return (
+                *(p._replace(score=p.score.then(after)) for p in first.parameters()),
+                *(p._replace(score=skipped.then(p.score), index=p.index + offset) for p in after.parameters()),
+            )
+        found = []
+        for arg, weight, bucket in self.gradients:
+            tensor = self.args[arg]
+            found.append(
+                Parameter(
+                    len(list(_tensors(self.args[:arg]))),
+                    tensor.tensor if isinstance(tensor, Entries) else tensor,
+                    replace(self, derivative=weight),
+                    None if bucket is None else Bucket(bucket, self.args),
+                )
+            )
+        return tuple(found)
+
+    def check(self, batch: int, heads_q: int, seqlen_q: int | None, seqlen_k: int | None, device: torch.device) -> None:
+        """Check the tensors against a problem; a length of None is not known.
+
+        Raises ValueError for a size that neither is 1 nor fits, or another device, and NotImplementedError for a tensor
+        that requires a gradient which the score does not declare.
+        """
+        for tensor in self.tensors():
+            if tensor.device != device:
+                raise ValueError(f"score {self.name}: a tensor is on {tensor.device}, want {device} like q")
+        declared = {p.index for p in self.parameters()}
+        for i, tensor in enumerate(self.tensors()):
+            if tensor.requires_grad and i not in declared and torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"score {self.name}: tensor {i} of shape {tuple(tensor.shape)} requires a gradient, but the score "
+                    "declares none for it; give Score.of(..., gradients=(Gradient(...),)), or detach it"
+                )
+        for p in self.parameters():
+            names, sizes = ("batch", "head", "query", "key"), (batch, heads_q, seqlen_q, seqlen_k)
+            if p.bucket is not None:
+                names, sizes = ("bucket", "head"), (None, heads_q)
+            for name, met, want in zip(names, p.tensor.shape, sizes, strict=True):
+                shared = p.bucket is None and met == 1
+                if want is not None and met != want and not shared:
+                    wanted = f"{want}" if p.bucket is not None else f"1 or {want}"
+                    raise ValueError(f"score {self.name}: size {met} in the {name} dimension, want {wanted}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Score) and self._functions() == other._functions() and _same(self.args, other.args)
+
+    def __hash__(self) -> int:
+        return hash(self._functions())
+
+    def __repr__(self) -> str:
+        return f"Score({self.name})"
+
+    def _functions(self) -> tuple:
+        return self.name, self.forward, self.derivative, self.gradients
+
+
+def _checked_args(args: Any) -> tuple:
+    if not isinstance(args, tuple):
+        raise TypeError(f"args is a {type(args).__name__}, want a tuple")
+    for i, arg in enumerate(args):
+        if arg is not None and not isinstance(arg, (int, float, Tensor, Entries)):
+            raise TypeError(f"args[{i}] is a {type(arg).__name__}, want an int, a float, a tensor or Entries")
+    return tuple(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Score):
+        yield from _tensors(value.args)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, Score):
+        return replace(value, args=_replaced(value.args, tensors))
+    if isinstance(value, Entries):
+        return Entries.of(next(tensors))
+    return _each(value, lambda item: _replaced(item, tensors)) if isinstance(value, tuple) else value
+
+
+def _on_device(value: Any) -> Any:
+    if isinstance(value, Score):
+        return value.on_device()
+    return _each(value, _on_device) if isinstance(value, tuple) else value
+
+
+def _each(value: tuple, function: Callable) -> tuple:
+    items = [function(item) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b
+
+
+def one(where, q_idx, k_idx, s, args):
+    """The derivative of what only adds to a logit."""
+    return 1.0
+
+
+def _then_forward(where, q_idx, k_idx, s, args):
+    first, after = args
+    s = first.forward(where, q_idx, k_idx, s, first.args)
+    return after.forward(where, q_idx, k_idx, s, after.args)
+
+
+def _then_derivative(where, q_idx, k_idx, s, args):
+    first, after = args
+    outer = after.derivative(where, q_idx, k_idx, first.forward(where, q_idx, k_idx, s, first.args), after.args)
+    return outer * first.derivative(where, q_idx, k_idx, s, first.args)
