@@ -131,11 +131,14 @@ def _differentiated(attend, q, k, v, sinks, is_causal, mask, softmax_scale, do, 
     o, lse = attend(_as_4d(q), _as_4d(k), _as_4d(v), softmax_scale=scale, **_on_cpu(options))
     o, lse = o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
     outputs = [(out, grad.detach().cpu().to(out.dtype)) for out, grad in ((o, do), (lse, dlse)) if grad is not None]
-    if not outputs or not any(out.requires_grad for out, _ in outputs):
+    if not outputs:
         return Result(o.detach(), lse.detach())
-    outs, grads = zip(*outputs, strict=True)
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    grads = torch.autograd.grad(outs, inputs, grads, allow_unused=True, materialize_grads=True)
+    if any(out.requires_grad for out, _ in outputs):
+        outs, grads = zip(*outputs, strict=True)
+        grads = torch.autograd.grad(outs, inputs, grads, allow_unused=True, materialize_grads=True)
+    else:  # no sequence at all
+        grads = [torch.zeros_like(x) for x in inputs]
     return Result(o.detach(), lse.detach(), *grads[:3], dsinks=None if sinks is None else grads[3])
 
 

@@ -34,7 +34,6 @@ from flashtile.kernel.reference_tile import Tile, accumulation_dtype, load
 from flashtile.mask import Mask, causal, full
 from flashtile.score import Score
 
-_Tile = Tile
 
 # ---------------------------------------------------------------------------------------------- 1. softmax in one pass
 
