@@ -76,9 +76,10 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, ...]) -> tuple[Ten
     """
     (k0, k1), (c0, c1, c2, c3) = key, counter
     for _ in range(ROUNDS):
-        # A product may wrap around in 64 signed bits; its two 32-bit halves are right all the same.
+        # A product may wrap around in 64 signed bits; its two 32-bit halves are right all the same. The low one keeps
+        # the high one above itself until the next round's ``& WORD``.
         product_0, product_1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1 = (product_1 >> 32) & WORD ^ c1 ^ k0, product_1 & WORD
-        c2, c3 = (product_0 >> 32) & WORD ^ c3 ^ k1, product_0 & WORD
+        c0, c1 = ((product_1 >> 32) ^ c1 ^ k0) & WORD, product_1
+        c2, c3 = ((product_0 >> 32) ^ c3 ^ k1) & WORD, product_0
         k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD
-    return c0, c1, c2, c3
+    return c0, c1 & WORD, c2, c3 & WORD

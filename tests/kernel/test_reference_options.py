@@ -184,14 +184,20 @@ def test_dropping_nothing_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(3, 4), (4, 2)], ids=str)
-def test_first_and_second_derivatives_of_the_dense_formula(lengths: tuple[int, int]) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("name", ["dense", "small tiles"])
+def test_first_and_second_derivatives_by_autograd(name: str, with_sinks: bool, lengths: tuple[int, int]) -> None:
     q, k, v, _, _ = Case(1, 2, 1, *lengths, 3, None, True, torch.float64).tensors()
     sinks = torch.randn(2, dtype=torch.float64)
-    inputs = [x.requires_grad_() for x in (q, k, v, sinks)]
+    inputs = [x.requires_grad_() for x in ((q, k, v, sinks) if with_sinks else (q, k, v))]
+    options = {"softmax_scale": 0.7, "mask": causal(), "score": distance_score(), "dropout": dropout_of()}
 
-    def run(q, k, v, sinks):
-        options = {"mask": causal(), "score": distance_score(), "dropout": dropout_of()}
-        return dense_attention(q, k, v, softmax_scale=0.7, sinks=sinks, **options)
+    def run(q, k, v, sinks=None):
+        if name == "dense":
+            o, lse = dense_attention(q, k, v, sinks=sinks, **options)
+        else:
+            o, lse = blockwise_forward(q, k, v, sinks=sinks, **options, block_q=3, block_k=2)
+        return o, lse.masked_fill(lse == -math.inf, 0.0)
 
     assert torch.autograd.gradcheck(run, inputs)
     assert torch.autograd.gradgradcheck(run, inputs)

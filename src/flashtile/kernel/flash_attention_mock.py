@@ -34,7 +34,6 @@ from flashtile.kernel.reference_tile import Tile, accumulation_dtype, load
 from flashtile.mask import Mask, causal, full
 from flashtile.score import Score
 
-
 # ---------------------------------------------------------------------------------------------- 1. softmax in one pass
 
 
@@ -117,7 +116,9 @@ def blockwise_forward(
                 tile.stack(tile.column(sinks.to(q_i.dtype), rows)), row_max, row_sum
             )
             acc = acc * rescale
-        o[:, :, rows] = tile.unstack(acc / row_sum.masked_fill(row_sum == 0, 1.0)).to(q.dtype)
+        # A row that has met no logit: 0 / 1 = 0, and -inf + log 1 = -inf, without a NaN in the derivatives of either.
+        row_sum = row_sum.masked_fill(row_sum == 0, 1.0)
+        o[:, :, rows] = tile.unstack(acc / row_sum).to(q.dtype)
         lse[:, :, rows] = tile.unstack(row_max + row_sum.log()).squeeze(-1)
     return o, lse
 
