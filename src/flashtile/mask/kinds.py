@@ -298,10 +298,10 @@ def document_ids(cu_seqlens: Tensor, seqlen: int) -> Tensor:
 # --- blocks and dense tensors -----------------------------------------------------------------------------------------
 
 
+# args: the table and its number of entries, planes per batch and head, rows, columns, block_q, block_k.
 def _blocks_predicate(where, q_idx, k_idx, args):
-    table, per_batch, per_head, rows, cols, block_q, block_k, entries = args
-    plane = wide(where.batch * per_batch + where.head * per_head)
-    return gather(table, (plane * rows + q_idx // block_q) * cols + k_idx // block_k, entries) != 0
+    plane = wide(where.batch * args[2] + where.head * args[3])
+    return gather(args[0], (plane * args[4] + q_idx // args[6]) * args[5] + k_idx // args[7], args[1]) != 0
 
 
 def block_sparse(block_map: Tensor, block_q: int, block_k: int) -> Mask:
@@ -338,7 +338,7 @@ def _blocks(name: str, argument: str, table: Any, block_q: int, block_k: int) ->
     block_q, block_k = (EVERYTHING if n == 1 else block for n, block in ((rows, block_q), (cols, block_k)))
     table = table.contiguous().view(torch.uint8)
     per_batch, per_head = (heads if batch > 1 else 0), (1 if heads > 1 else 0)
-    args = (table, per_batch, per_head, rows, cols, block_q, block_k, table.numel())
+    args = (table, table.numel(), per_batch, per_head, rows, cols, block_q, block_k)
     return Mask(name, _blocks_predicate, None, None, args, sizes)
 
 

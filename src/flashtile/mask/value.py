@@ -18,12 +18,16 @@ ANY_SIZES: Sizes = (None, None, None, None)
 
 
 class DeviceMask(NamedTuple):
-    """A mask as the kernels receive it: jitted functions (compile-time constants) and runtime arguments."""
+    """A mask as the kernels receive it: jitted functions (compile-time constants) and runtime arguments.
 
+    ``args`` comes first for a reason: Triton 3.6 makes a constant of an argument that is 1, and forgets its value when
+    control flow copies a nested tuple, unless a constant of the tuple around it comes later.
+    """
+
+    args: tuple
     predicate: Any
     key_range: Any
     query_range: Any
-    args: tuple
 
 
 @functools.cache
@@ -123,8 +127,10 @@ class Mask:
     @functools.cached_property
     def _device_mask(self) -> DeviceMask:
         args = tuple(arg.on_device() if isinstance(arg, Mask) else arg for arg in self.args)
-        key_range, query_range = self.key_range or any_key_range, self.query_range or any_query_range
-        return DeviceMask(jitted(self.predicate), jitted(key_range), jitted(query_range), args)
+        if any(isinstance(arg, DeviceMask) for arg in args):
+            args = (*args, None)  # the later constant that DeviceMask's text speaks of
+        functions = (self.predicate, self.key_range or any_key_range, self.query_range or any_query_range)
+        return DeviceMask(args, *map(jitted, functions))
 
     def to(self, device: Any) -> Mask:
         """Return the mask with its tensors on ``device``."""
@@ -266,49 +272,49 @@ def _outside(a, length):
     return lo, min(max(full_lo, lo), max(lo, hi)), min(full_hi, hi), hi
 
 
+# (A value that holds jitted functions cannot be given a name inside a kernel: hence args[0] again and again.)
 def _and_predicate(where, q_idx, k_idx, args):
-    a, b = args[0], args[1]
-    return a.predicate(where, q_idx, k_idx, a.args) & b.predicate(where, q_idx, k_idx, b.args)
+    return args[0].predicate(where, q_idx, k_idx, args[0].args) & args[1].predicate(where, q_idx, k_idx, args[1].args)
 
 
 def _and_key_range(where, q_lo, q_hi, args):
-    a, b = args[0], args[1]
-    return _in_both(a.key_range(where, q_lo, q_hi, a.args), b.key_range(where, q_lo, q_hi, b.args))
+    return _in_both(
+        args[0].key_range(where, q_lo, q_hi, args[0].args), args[1].key_range(where, q_lo, q_hi, args[1].args)
+    )
 
 
 def _and_query_range(where, k_lo, k_hi, args):
-    a, b = args[0], args[1]
-    return _in_both(a.query_range(where, k_lo, k_hi, a.args), b.query_range(where, k_lo, k_hi, b.args))
+    return _in_both(
+        args[0].query_range(where, k_lo, k_hi, args[0].args), args[1].query_range(where, k_lo, k_hi, args[1].args)
+    )
 
 
 def _or_predicate(where, q_idx, k_idx, args):
-    a, b = args[0], args[1]
-    return a.predicate(where, q_idx, k_idx, a.args) | b.predicate(where, q_idx, k_idx, b.args)
+    return args[0].predicate(where, q_idx, k_idx, args[0].args) | args[1].predicate(where, q_idx, k_idx, args[1].args)
 
 
 def _or_key_range(where, q_lo, q_hi, args):
-    a, b = args[0], args[1]
-    return _in_either(a.key_range(where, q_lo, q_hi, a.args), b.key_range(where, q_lo, q_hi, b.args))
+    return _in_either(
+        args[0].key_range(where, q_lo, q_hi, args[0].args), args[1].key_range(where, q_lo, q_hi, args[1].args)
+    )
 
 
 def _or_query_range(where, k_lo, k_hi, args):
-    a, b = args[0], args[1]
-    return _in_either(a.query_range(where, k_lo, k_hi, a.args), b.query_range(where, k_lo, k_hi, b.args))
+    return _in_either(
+        args[0].query_range(where, k_lo, k_hi, args[0].args), args[1].query_range(where, k_lo, k_hi, args[1].args)
+    )
 
 
 def _not_predicate(where, q_idx, k_idx, args):
-    a = args[0]
-    return a.predicate(where, q_idx, k_idx, a.args) ^ True
+    return args[0].predicate(where, q_idx, k_idx, args[0].args) ^ True
 
 
 def _not_key_range(where, q_lo, q_hi, args):
-    a = args[0]
-    return _outside(a.key_range(where, q_lo, q_hi, a.args), where.seqlen_k)
+    return _outside(args[0].key_range(where, q_lo, q_hi, args[0].args), where.seqlen_k)
 
 
 def _not_query_range(where, k_lo, k_hi, args):
-    a = args[0]
-    return _outside(a.query_range(where, k_lo, k_hi, a.args), where.seqlen_q)
+    return _outside(args[0].query_range(where, k_lo, k_hi, args[0].args), where.seqlen_q)
 
 
 _AND = (_and_predicate, _and_key_range, _and_query_range)

@@ -1,0 +1,66 @@
+"""Compile the kernels with every kind of mask for GPUs that are not there.
+
+A program, because a process that has Triton's interpreter switched on cannot compile: prints a JSON list of results.
+"""
+
+import json
+import sys
+
+import torch
+
+from flashtile import mask
+from flashtile.kernel import launch, tile_lists
+from flashtile.mask import gather
+from tests.kernel import offline
+
+
+def height(where, k_idx, args):
+    return gather(args[0], k_idx + where.batch, args[1])
+
+
+def stripes(where, q_idx, k_idx, args):
+    return height(where, k_idx, args) > (q_idx + k_idx) % args[2]
+
+
+def masks() -> list[mask.Mask]:
+    """Masks of every kind, with arguments that Triton specialises (1, multiples of 16) and others."""
+    ids = torch.arange(2048).reshape(2, 1024) // 100
+    return [
+        mask.window(1000, 1),
+        mask.chunked(100) & mask.causal(),
+        mask.prefix([7]) | mask.causal(align="top_left"),
+        mask.document(ids) & mask.causal() & mask.key_padding([1024, 1000]),
+        mask.Mask.of(stripes, (torch.arange(9), 9, 1)),
+        ~(mask.window(3, -1) | mask.block_sparse(torch.ones(2, 1, 8, 1).bool(), 128, 1024)),
+    ]
+
+
+def compile_one(value: mask.Mask, arch: str, kernel: str) -> dict:
+    """Compile one kernel with a mask; return how many loops it has, or the error's text."""
+    try:
+        config = launch.lookup(kernel, arch, 64, 64, torch.bfloat16)
+        compiled = offline.compile_kernel(kernel, arch, 64, torch.bfloat16, value, config)
+    except Exception as error:
+        root: BaseException = error
+        while root.__cause__ is not None:
+            root = root.__cause__
+        return {"error": str(root)[-500:]}
+    return {"loops": compiled.asm["ttgir"].count("scf.for")}
+
+
+def main() -> None:
+    # A mask without ranges is classified by a kernel of its own first, which cannot run here.
+    tile_lists.on_device = lambda value, *rest: (value.on_device(), None)
+    results = []
+    for value in masks():
+        for arch, kernel in (("sm_90", "forward"), ("sm_80", "backward_dq"), ("sm_90", "backward_dkdv")):
+            results.append({"mask": str(value), "kernel": f"{arch} {kernel}"} | compile_one(value, arch, kernel))
+    # A mask without a left edge, a combination or not, has no code for one.
+    plain, combined = mask.causal(), (mask.prefix(5) | mask.causal()) & mask.key_padding(9)
+    for value in (plain, combined):
+        results.append({"mask": str(value), "kernel": "two loops"} | compile_one(value, "sm_90", "forward"))
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
