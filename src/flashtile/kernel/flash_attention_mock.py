@@ -104,10 +104,10 @@ def blockwise_forward(
         row_sum = q_i.new_zeros((*q_i.shape[:-1], 1))
         acc = q_i.new_zeros((*q_i.shape[:-1], v.shape[-1]))
         for cols, partial in tile.visited(rows, block_k):
-            k_j, v_j = load(k, cols), load(v, cols)
+            k_j, v_j, keep = load(k, cols), load(v, cols), tile.keep(rows, cols)
             s = tile.logits(q_i @ k_j.mT * softmax_scale, rows, cols, partial)
             p, rescale, row_max, row_sum = softmax_step(s, row_max, row_sum)
-            acc = acc * rescale + tile.dropped(p, tile.keep(rows, cols)) @ v_j
+            acc = acc * rescale + tile.dropped(p, keep) @ v_j
         if max_logits is not None:
             max_logits[:, :, rows] = tile.unstack(row_max).squeeze(-1)
         if sinks is not None:
