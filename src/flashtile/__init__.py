@@ -13,11 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["FlashAttention", "FlashAttentionMock", "__version__", "explain", "flash_attention", "mask", "score"]
+__all__ = [
+    "FlashAttention",
+    "FlashAttentionMock",
+    "__version__",
+    "checked",
+    "explain",
+    "flash_attention",
+    "flash_attention_varlen",
+    "mask",
+    "score",
+]
 
 if TYPE_CHECKING:
     from flashtile import mask, score
-    from flashtile.attention import flash_attention
+    from flashtile.attention import checked, flash_attention, flash_attention_varlen
     from flashtile.dispatch import explain
     from flashtile.kernel.autograd import FlashAttention
     from flashtile.kernel.flash_attention_mock import FlashAttentionMock
@@ -25,8 +35,10 @@ if TYPE_CHECKING:
 _HOME = {
     "FlashAttention": "flashtile.attention",  # not from the kernels: so that its operators are there too
     "FlashAttentionMock": "flashtile.kernel.flash_attention_mock",
+    "checked": "flashtile.attention",
     "explain": "flashtile.dispatch",
     "flash_attention": "flashtile.attention",
+    "flash_attention_varlen": "flashtile.attention",
     "mask": "flashtile.mask",
     "score": "flashtile.score",
 }

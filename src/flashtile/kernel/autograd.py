@@ -6,6 +6,7 @@ log-sum-exp for the backward pass, and says what can be differentiated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +14,16 @@ from torch import Tensor
 
 from flashtile import mask
 from flashtile.dispatch import Problem, select
+from flashtile.kernel import backend as backends
 from flashtile.kernel import check
 from flashtile.kernel.backend import load
 from flashtile.kernel.layout import as_4d
+from flashtile.kernel.rules import CAUSAL, Rules
+from flashtile.kernel.sinks import row_delta, sink_gradient
 
 TWICE = (
-    "flash attention is differentiable once: its backward pass has no derivative. For second derivatives use "
-    "flashtile.FlashAttentionMock.apply(q, k, v, is_causal, True), the dense reference"
+    "flash attention is differentiable once: its backward pass has no derivative. For second derivatives call "
+    "flashtile.flash_attention with differentiable_twice=True, which takes the reference, a block of queries at a time"
 )
 
 
@@ -93,11 +97,15 @@ def differentiate(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool, backend: str | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    is_causal: bool,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(o, lse)`` from the backend that serves the request; q, k, v are checked and 4-D."""
-    plan = select(Problem.of(q, k, v, is_causal), backend)
-    return load(plan.backend).forward(q, k, v, softmax_scale=softmax_scale, mask=_mask(is_causal))
+    return run_forward(q, k, v, Rules(softmax_scale, _mask(is_causal), backend=backend))
 
 
 def backward(
@@ -113,16 +121,69 @@ def backward(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(dq, dk, dv)`` from the backend that served the forward pass; every tensor is 4-D (lse 3-D)."""
-    plan = select(Problem.of(q, k, v, is_causal), backend)
-    do = o.new_zeros(()).expand(o.shape) if do is None else do.resolve_neg()  # None: only the log-sum-exp was used
-    if dlse is not None:
-        dlse = dlse.contiguous().resolve_neg()
-    mask_ = _mask(is_causal)
-    return load(plan.backend).backward(do, q, k, v, o, lse, dlse, softmax_scale=softmax_scale, mask=mask_)
+    rules = Rules(softmax_scale, _mask(is_causal), backend=backend)
+    return run_backward(*_given(do, o, dlse), q, k, v, o, lse, rules)
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules, max_logits: Tensor | None = None) -> tuple:
+    """Return ``(o, lse)`` under ``rules``; ``max_logits``, shaped as lse, receives the largest logit of each row."""
+    plan = select(Problem.of(q, k, v, rules.mask is CAUSAL), rules.backend)
+    options = rules.options()
+    if max_logits is not None:
+        options["max_logits"] = max_logits
+    return load(plan.backend).forward(q, k, v, **options)
+
+
+def run_backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, rules: Rules
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(dq, dk, dv)`` under ``rules``; o and lse hold the sinks already."""
+    plan = select(Problem.of(q, k, v, rules.mask is CAUSAL), rules.backend)
+    options = rules.options()
+    options.pop("sinks", None)
+    return load(plan.backend).backward(do, q, k, v, o, lse, dlse, **options)
+
+
+def gradients(
+    do: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    rules: Rules,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Return the gradients of those that ``needs`` names among q, k, v and ``rules.learned()``; nothing else is done.
+
+    Each has the dtype of its tensor.
+    """
+    do, dlse = _given(do, o, dlse)
+    found: list[Tensor] = []
+    if any(needs[:3]):
+        grads = run_backward(do, dlse, q, k, v, o, lse, rules)
+        found += [grad for grad, need in zip(grads, needs[:3], strict=True) if need]
+    of_score = needs[3:] if rules.sinks is None else needs[3:-1]
+    if any(of_score):
+        plan = select(Problem.of(q, k, v), rules.backend)
+        options = rules._replace(sinks=None).options()
+        tensors = rules.score.tensors()  # pyright: ignore[reportOptionalMemberAccess]
+        of_tensors = backends.parameter_gradients(plan.backend)(do, q, k, v, o, lse, dlse, needs=of_score, **options)
+        found += [grad.to(t.dtype) for t, grad in zip(tensors, of_tensors, strict=True) if grad is not None]
+    if rules.sinks is not None and needs[-1]:
+        found.append(sink_gradient(rules.sinks, lse, row_delta(do, o, dlse, lse.dtype)))
+    return found
+
+
+def _given(do: Tensor | None, o: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return do and dlse as the passes take them; without do only the log-sum-exp was used."""
+    do = o.new_zeros(()).expand(o.shape) if do is None else do.resolve_neg()
+    return do, None if dlse is None else dlse.contiguous().resolve_neg()
 
 
 def _mask(is_causal: bool) -> mask.Mask:
-    return mask.causal() if is_causal else mask.full()
+    return CAUSAL if is_causal else mask.full()
 
 
 class FlashAttention(torch.autograd.Function):
@@ -150,6 +211,8 @@ class FlashAttention(torch.autograd.Function):
         return_lse: bool = False,
         backend: str | None = None,
     ) -> Any:
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            check.with_gradients(q, v)
         saved, ctx.options = attend(q, k, v, is_causal, softmax_scale, backend)
         # Under autocast these are cast tensors; autograd returns each gradient in its input's dtype.
         ctx.save_for_backward(*saved)

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256  # forward and backward
+WIDEST_HEAD_DIM, WIDEST_HEAD_DIM_V = 576, 512  # forward
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
-def attention_inputs(q: Any, k: Any, v: Any) -> None:
+def attention_inputs(q: Any, k: Any, v: Any, *, any_gradient: bool = False) -> None:
     """Raise unless q ``(..., heads_q, seqlen_q, head_dim)`` may attend to k and v.
 
     k ``(..., heads_kv, seqlen_k, head_dim)``, v ``(..., heads_kv, seqlen_k, head_dim_v)``, with the same leading
-    dimensions, heads_q a multiple of heads_kv, and one dtype and one device for all three.
+    dimensions, heads_q a multiple of heads_kv, and one dtype and one device for all three. ``any_gradient``: heads that
+    the passes serve forward only may require gradients.
 
     Raises TypeError for what is no dense tensor and for dtypes, ValueError for shapes and devices.
     """
@@ -35,7 +37,7 @@ def attention_inputs(q: Any, k: Any, v: Any) -> None:
     _dtypes(q, k, v)
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}, but want one device")
-    _shapes(q, k, v)
+    _shapes(q, k, v, any_gradient)
 
 
 def _dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -45,7 +47,7 @@ def _dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise TypeError(f"q, k, v have dtype {q.dtype}, but want float16, bfloat16, float32 or float64")
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, any_gradient: bool) -> None:
     if not q.ndim == k.ndim == v.ndim:
         raise ValueError(
             f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions, but want the same number: {_all(q, k, v)}"
@@ -68,20 +70,36 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k has {seqlen_k} keys and v has {seqlen_v}, but want the same seqlen_k: {_all(q, k, v)}")
     if head_dim != head_dim_k:
         raise ValueError(f"q has head_dim {head_dim} and k has {head_dim_k}, but want the same one: {_all(q, k, v)}")
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"q and k have head_dim {head_dim}, but want 1 to {MAX_HEAD_DIM}: {_all(q, k, v)}")
-    if not 1 <= head_dim_v <= MAX_HEAD_DIM:
-        raise ValueError(f"v has head_dim_v {head_dim_v}, but wants 1 to {MAX_HEAD_DIM}: {_all(q, k, v)}")
+    if not 1 <= head_dim <= WIDEST_HEAD_DIM:
+        raise ValueError(f"q and k have head_dim {head_dim}, but want 1 to {WIDEST_HEAD_DIM}: {_all(q, k, v)}")
+    if not 1 <= head_dim_v <= WIDEST_HEAD_DIM_V:
+        raise ValueError(f"v has head_dim_v {head_dim_v}, but wants 1 to {WIDEST_HEAD_DIM_V}: {_all(q, k, v)}")
+    if (
+        (head_dim > MAX_HEAD_DIM or head_dim_v > MAX_HEAD_DIM)
+        and not any_gradient
+        and torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad)
+    ):
+        with_gradients(q, v)
+
+
+def with_gradients(q: Tensor, v: Tensor) -> None:
+    """Raise NotImplementedError for heads that have no backward pass."""
+    if q.shape[-1] > MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"head_dim {q.shape[-1]} and head_dim_v {v.shape[-1]} are served forward only; with gradients both want at "
+            f"most {MAX_HEAD_DIM} (or torch.no_grad(), or differentiable_twice=True)"
+        )
 
 
 def options(is_causal: Any, softmax_scale: Any) -> None:
     """Raise unless ``is_causal`` is a bool and ``softmax_scale`` None or a finite number."""
     if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal is {_describe(is_causal)}, but wants True or False")
+        raise TypeError(f"is_causal is {described(is_causal)}, but wants True or False")
     if softmax_scale is None:
         return
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (float, int, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"softmax_scale is {_describe(softmax_scale)}, but wants a float, or None for head_dim ** -0.5")
+        raise TypeError(f"softmax_scale is {described(softmax_scale)}, but wants a float, or None for head_dim ** -0.5")
     if isinstance(softmax_scale, (float, int)) and not math.isfinite(softmax_scale):
         raise ValueError(f"softmax_scale is {softmax_scale}, but wants a finite number, or None for head_dim ** -0.5")
 
@@ -94,5 +112,6 @@ def _all(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
 
 
-def _describe(value: Any) -> str:
+def described(value: Any) -> str:
+    """Return a value as messages name it; a tensor's numbers lie on the device and stay there."""
     return f"a tensor of shape {_shape(value)}" if isinstance(value, Tensor) else repr(value)

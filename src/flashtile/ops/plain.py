@@ -6,10 +6,7 @@ know about it: shapes and strides (fake), derivative, autocast rule, vmap rule, 
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,18 +18,18 @@ from flashtile.kernel.layout import empty_in_order_of
 
 DEVICES = ("CPU", "CUDA", "XPU")  # dispatch keys; ROCm devices use CUDA's
 
-_library = Library("flashtile", "DEF")
+library = Library("flashtile", "DEF")
 # The kernels take any strides, and the fake results below follow them: the compiler may not change them.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_library.define(
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+library.define(
     "forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal, str? backend=None)"
     " -> (Tensor o, Tensor lse)",
-    tags=_TAGS,
+    tags=TAGS,
 )
-_library.define(
+library.define(
     "backward(Tensor? do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse, float softmax_scale,"
     " bool is_causal, str? backend=None) -> (Tensor dq, Tensor dk, Tensor dv)",
-    tags=_TAGS,
+    tags=TAGS,
 )
 forward = torch.ops.flashtile.forward.default
 backward = torch.ops.flashtile.backward.default
@@ -42,21 +39,22 @@ backward = torch.ops.flashtile.backward.default
 
 
 def _forward(q, k, v, softmax_scale, is_causal, backend=None) -> tuple[Tensor, Tensor]:
-    _four_dimensions(q, k, v)
+    four_dimensions(q, k, v)
     return autograd.forward(q, k, v, softmax_scale, is_causal, backend)
 
 
 def _backward(do, q, k, v, o, lse, dlse, softmax_scale, is_causal, backend=None) -> tuple[Tensor, Tensor, Tensor]:
-    _four_dimensions(q, k, v)
+    four_dimensions(q, k, v)
     return autograd.backward(do, q, k, v, o, lse, dlse, softmax_scale, is_causal, backend)
 
 
 for _device in DEVICES:
-    _library.impl("forward", _forward, _device)
-    _library.impl("backward", _backward, _device)
+    library.impl("forward", _forward, _device)
+    library.impl("backward", _backward, _device)
 
 
-def _four_dimensions(q, k, v) -> None:
+def four_dimensions(q, k, v) -> None:
+    """Check q, k, v as every operator wants them."""
     check.attention_inputs(q, k, v)
     if q.ndim != 4:
         raise ValueError(f"q, k, v have {q.ndim} dimensions, but the operator wants 4 (flash_attention flattens)")
@@ -65,15 +63,15 @@ def _four_dimensions(q, k, v) -> None:
 # ---- fake: shapes, dtypes and strides without computing
 
 
-@register_fake("flashtile::forward", lib=_library)
+@register_fake("flashtile::forward", lib=library)
 def _(q, k, v, softmax_scale, is_causal, backend=None):
-    _four_dimensions(q, k, v)
+    four_dimensions(q, k, v)
     o = empty_in_order_of(q, (*q.shape[:3], v.shape[3]))
     lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     return o, torch.empty(q.shape[:3], dtype=lse_dtype, device=q.device)
 
 
-@register_fake("flashtile::backward", lib=_library)
+@register_fake("flashtile::backward", lib=library)
 def _(do, q, k, v, o, lse, dlse, softmax_scale, is_causal, backend=None):
     return tuple(empty_in_order_of(t, t.shape) for t in (q, k, v))
 
@@ -131,8 +129,8 @@ class Backward(torch.autograd.Function):
         return _vmap(Backward.apply, info, in_dims, args)
 
 
-register_autograd("flashtile::forward", Forward.backward, setup_context=Forward.setup_context, lib=_library)
-register_autograd("flashtile::backward", Backward.backward, lib=_library)
+register_autograd("flashtile::forward", Forward.backward, setup_context=Forward.setup_context, lib=library)
+register_autograd("flashtile::backward", Backward.backward, lib=library)
 
 
 # ---- autocast: the cast is outside of the operator, and recorded
@@ -148,8 +146,8 @@ def _register_autocast(device_type: str, key: str) -> None:
         with torch.autocast(device_type, enabled=False):
             return backward(*args)
 
-    _library.impl("forward", cast_forward, key)
-    _library.impl("backward", as_saved, key)
+    library.impl("forward", cast_forward, key)
+    library.impl("backward", as_saved, key)
 
 
 for _device in DEVICES:
@@ -176,59 +174,5 @@ def _vmap_of(operator: Callable[..., Any]) -> Callable[..., Any]:
     return lambda info, in_dims, *args: _vmap(operator, info, in_dims, args)
 
 
-register_vmap("flashtile::forward", _vmap_of(forward), lib=_library)
-register_vmap("flashtile::backward", _vmap_of(backward), lib=_library)
-
-
-# ---- FLOPs: multiply and add count as two, a causal mask halves them, the backward pass has five products for two
-
-
-def flops(q_shape, k_shape, v_shape, is_causal: bool) -> int:
-    """Return ``2 * batch * heads_q * seqlen_q * seqlen_k * (head_dim + head_dim_v)``, halved if causal."""
-    batch, heads_q, seqlen_q, head_dim = q_shape
-    seqlen_k, head_dim_v = v_shape[-2:]
-    total = 2 * batch * heads_q * seqlen_q * seqlen_k * (head_dim + head_dim_v)
-    return total // 2 if is_causal else total
-
-
-def _forward_flops(q_shape, k_shape, v_shape, scale, is_causal, *args, **kwargs) -> int:
-    return flops(q_shape, k_shape, v_shape, is_causal)
-
-
-def _backward_flops(do_shape, q_shape, k_shape, v_shape, o_shape, lse_shape, dlse_shape, scale, is_causal, *_, **__):
-    return flops(q_shape, k_shape, v_shape, is_causal) * 5 // 2
-
-
-def _register_flop_formulas(flop_counter: Any) -> None:
-    flop_counter.register_flop_formula(torch.ops.flashtile.forward)(_forward_flops)
-    flop_counter.register_flop_formula(torch.ops.flashtile.backward)(_backward_flops)
-
-
-class _AfterImport:
-    """Runs ``action(module)`` once module ``name`` has been imported, by whomever."""
-
-    def __init__(self, name: str, action: Callable[[ModuleType], None]):
-        self.name, self.action = name, action
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType]
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                load(module)
-                self.action(module)
-
-            spec.loader.exec_module = exec_module
-        return spec
-
-
-# PyTorch's FLOP counter imports Triton (0.3 s, and a warning where there is none), so it is not imported for its sake.
-_FLOP_COUNTER = "torch.utils.flop_counter"
-if _FLOP_COUNTER in sys.modules:
-    _register_flop_formulas(sys.modules[_FLOP_COUNTER])
-else:
-    sys.meta_path.insert(0, _AfterImport(_FLOP_COUNTER, _register_flop_formulas))  # pyright: ignore[reportArgumentType]
+register_vmap("flashtile::forward", _vmap_of(forward), lib=library)
+register_vmap("flashtile::backward", _vmap_of(backward), lib=library)

@@ -1,0 +1,312 @@
+"""The passes with masks, scores, sinks, dropout and packed sequences as PyTorch operators.
+
+``torch.ops.flashtile.forward_with_rules`` and ``backward_with_rules`` take what ``kernel/rules.py`` makes of the rules:
+a text that stands for the functions in this process, and lists of tensors, integers and floats. Masks and scores are
+Python functions, so that a graph with these operators belongs to its process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_autograd, register_fake, register_vmap
+
+from flashtile.dispatch import Problem, select
+from flashtile.kernel import autograd, backend
+from flashtile.kernel.layout import empty_in_order_of
+from flashtile.kernel.rules import Rules, flatten, key_of, rules_of
+from flashtile.ops.plain import DEVICES, TAGS, four_dimensions, library
+
+library.define(
+    "forward_with_rules(Tensor q, Tensor k, Tensor v, float softmax_scale, str rules, SymInt[] ints, Tensor[] floats,"
+    " bool return_max_logits, Tensor[] tensors) -> (Tensor o, Tensor lse, Tensor max_logits)",
+    tags=TAGS,
+)
+library.define(
+    "backward_with_rules(Tensor? do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse,"
+    " float softmax_scale, str rules, SymInt[] ints, Tensor[] floats, bool[] needs, Tensor[] tensors) -> Tensor[]",
+    tags=TAGS,
+)
+forward_with_rules = torch.ops.flashtile.forward_with_rules.default
+backward_with_rules = torch.ops.flashtile.backward_with_rules.default
+
+
+def arguments(rules: Rules, return_max_logits: bool) -> tuple[Any, ...]:
+    """Return what follows q, k, v in ``ForwardWithRules.apply``; the last ones are tensors."""
+    structure, tensors, ints, floats = flatten(rules)
+    return rules.softmax_scale, key_of(structure), ints, floats, return_max_logits, *tensors
+
+
+def as_tensors(floats: Sequence[float]) -> list[Tensor]:
+    """Return floats as the operators take them: a compiler would compile anew for another value of a float, but it
+    does not look into tensors, if they are made in this way."""
+    return [torch.ones((), dtype=torch.float64, device="cpu") * number for number in floats]
+
+
+# ---- the passes themselves
+
+
+def _rules(scale: float, key: str, ints: Sequence[int], floats: Sequence[Any], tensors: Sequence[Tensor]) -> Rules:
+    return rules_of(key, scale, tensors, ints, [float(number) for number in floats])
+
+
+def _forward(q, k, v, scale, key, ints, floats, return_max_logits, tensors) -> tuple[Tensor, Tensor, Tensor]:
+    four_dimensions(q, k, v)
+    return run_forward(q, k, v, _rules(scale, key, ints, floats, tensors), return_max_logits)
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules, return_max_logits: bool) -> tuple:
+    """Return ``(o, lse, max_logits)``, the last of them empty unless it is asked for."""
+    lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    shape = q.shape[:3] if return_max_logits else (0,)
+    max_logits = torch.full(shape, -torch.inf, dtype=lse_dtype, device=q.device)
+    return (*autograd.run_forward(q, k, v, rules, max_logits if return_max_logits else None), max_logits)
+
+
+def _backward(do, q, k, v, o, lse, dlse, scale, key, ints, floats, needs, tensors) -> list[Tensor]:
+    four_dimensions(q, k, v)
+    return autograd.gradients(do, q, k, v, o, lse, dlse, _rules(scale, key, ints, floats, tensors), needs)
+
+
+for _device in DEVICES:
+    library.impl("forward_with_rules", _forward, _device)
+    library.impl("backward_with_rules", _backward, _device)
+
+
+# ---- fake
+
+
+@register_fake("flashtile::forward_with_rules", lib=library)
+def _(q, k, v, scale, key, ints, floats, return_max_logits, tensors):
+    four_dimensions(q, k, v)
+    o = empty_in_order_of(q, (*q.shape[:3], v.shape[3]))
+    lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    lse = torch.empty(q.shape[:3], dtype=lse_dtype, device=q.device)
+    return o, lse, torch.empty(q.shape[:3] if return_max_logits else (0,), dtype=lse_dtype, device=q.device)
+
+
+@register_fake("flashtile::backward_with_rules", lib=library)
+def _(do, q, k, v, o, lse, dlse, scale, key, ints, floats, needs, tensors):
+    grads = [empty_in_order_of(t, t.shape) for t, need in zip((q, k, v), needs, strict=False) if need]
+    return grads + [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t, need in _pairs(tensors, needs) if need]
+
+
+def _pairs(tensors: Sequence[Tensor], needs: Sequence[bool]) -> Any:
+    """Pair the learned tensors, which come first, with whether they need gradients."""
+    return zip(tensors, needs[3:], strict=False)
+
+
+# ---- autograd
+
+
+class ForwardWithRules(torch.autograd.Function):
+    """``forward_with_rules`` with its derivatives; called as it is in eager mode and under torch.func transforms."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _run(_forward, forward_with_rules, args, 6, 8)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        q, k, v, *ctx.options = inputs[:8]
+        tensors = inputs[8:]
+        o, lse, max_logits = output
+        ctx.mark_non_differentiable(max_logits)
+        _save(ctx, q, k, v, o, lse, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q_k_v, tensors = _differentiate(ctx, do, dlse, list(ctx.needs_input_grad[8:]))
+        return *q_k_v, None, None, None, None, None, *tensors
+
+    @staticmethod
+    def jvp(ctx: Any, tq: Any, tk: Any, tv: Any, *tangents: Any) -> Any:
+        if any(t is not None for t in tangents[5:]):
+            raise NotImplementedError(
+                "forward-mode derivatives with respect to sinks or a score's tensors are not there; detach them, or "
+                "use differentiable_twice=True"
+            )
+        scale, key, ints, floats = ctx.options[:4]
+        q, k, v, o, lse, *tensors = ctx.saved_tensors
+        to, tlse = Jvp.apply(tq, tk, tv, q, k, v, o, lse, scale, key, ints, floats, *tensors)  # pyright: ignore
+        return to, tlse, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
+        return _loop(ForwardWithRules.apply, info, in_dims, args)
+
+
+def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tensors: Sequence[Tensor]) -> None:
+    ctx.save_for_backward(q, k, v, o, lse, *tensors)
+    if torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        ctx.save_for_forward(q, k, v, o, lse, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, do: Any, dlse: Any, needs_tensors: list[bool]) -> tuple[list, list]:
+    """Return the gradients of (q, k, v) and of the tensors, None where none is needed."""
+    needs = [*ctx.needs_input_grad[:3], *needs_tensors]
+    if (do is None and dlse is None) or not any(needs):
+        return [None] * 3, [None] * len(needs_tensors)
+    scale, key, ints, floats = ctx.options[:4]
+    q, k, v, o, lse, *tensors = ctx.saved_tensors
+    args = (do, q, k, v, o, lse, dlse, scale, key, ints, floats, _learned(key, scale, ints, floats, tensors, needs))
+    if autograd.autocasts(q):
+        with torch.autocast(q.device.type, enabled=False):
+            return _differentiate(ctx, do, dlse, needs_tensors)
+    if torch._C._are_functorch_transforms_active() or (torch.is_grad_enabled() and not _is_tracing()):
+        found: Any = BackwardWithRules.apply(*args, *tensors)
+    else:
+        found = _run(_backward, backward_with_rules, (*args, *tensors), 10, 12)
+    grads = iter(found)
+    every = [next(grads) if need else None for need in needs]
+    return every[:3], every[3:]
+
+
+def _learned(
+    key: str, scale: float, ints: Any, floats: Any, tensors: Sequence[Tensor], needs: list[bool]
+) -> list[bool]:
+    """Cut ``needs`` to q, k, v and the learned tensors: what follows among the tensors has no gradients."""
+    return needs[: 3 + len(rules_of(key, scale, tensors, ints, [0.0] * len(floats)).learned())]
+
+
+def _is_tracing() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def _run(run: Callable, operator: Callable, args: Sequence[Any], floats: int, fixed: int) -> Any:
+    """Run the pass itself where nobody watches, the operator where a mode or a subclass of Tensor does.
+
+    ``floats`` is the place of the floats among the arguments, ``fixed`` how many there are before the list of tensors.
+    """
+    tensors = list(args[fixed:])
+    if not _is_tracing() and all(type(t) in _PLAIN for t in args if isinstance(t, Tensor)):
+        return run(*args[:fixed], tensors)
+    return operator(*args[:floats], as_tensors(args[floats]), *args[floats + 1 : fixed], tensors)
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+class BackwardWithRules(torch.autograd.Function):
+    """``backward_with_rules``, of which there is no derivative."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(_run(_backward, backward_with_rules, args, 10, 12))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(autograd.TWICE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
+        return _loop(BackwardWithRules.apply, info, in_dims, args)
+
+
+def _setup_registered(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, *ctx.options, tensors = inputs
+    ctx.save_for_backward(q, k, v, *output[:2], *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_registered(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Any) -> Any:
+    needs = ctx.needs_input_grad[8]
+    q_k_v, tensors = _differentiate(ctx, do, dlse, list(needs))
+    return *q_k_v, None, None, None, [None] * len(ctx.options[3]), None, tensors
+
+
+def _no_second(ctx: Any, *grads: Any) -> Any:
+    raise NotImplementedError(autograd.TWICE)
+
+
+register_autograd(
+    "flashtile::forward_with_rules", _backward_registered, setup_context=_setup_registered, lib=library
+)  # fmt: skip
+register_autograd("flashtile::backward_with_rules", _no_second, lib=library)
+
+
+# ---- forward-mode derivatives
+
+
+class Jvp(torch.autograd.Function):
+    """``(to, tlse)`` for tangents of q, k, v: a pass of its own, of which there is no derivative."""
+
+    @staticmethod
+    def forward(tq: Any, tk: Any, tv: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float,
+                key: str, ints: Any, floats: Any, *tensors: Tensor) -> Any:  # fmt: skip
+        rules = _rules(scale, key, ints, floats, tensors)
+        for name, value in (("dropout", rules.dropout), ("packed sequences", rules.seqlens)):
+            if value is not None:
+                raise NotImplementedError(
+                    f"forward-mode derivatives with {name} are not there; use differentiable_twice=True"
+                )
+        plan = select(Problem.of(q, k, v), rules.backend)
+        options = rules._replace(sinks=None).options()  # lse holds the sinks
+        return backend.jvp(plan.backend)(tq, tk, tv, q, k, v, o, lse, **options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(autograd.TWICE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
+        return _loop(Jvp.apply, info, in_dims, args)
+
+
+# ---- autocast, as of the plain operators
+
+
+def _register_autocast(device_type: str, key: str) -> None:
+    def cast_forward(q, k, v, *args):
+        q, k, v = autograd.cast_for_autocast(q, k, v)
+        with torch.autocast(device_type, enabled=False):
+            return forward_with_rules(q, k, v, *args)
+
+    def as_saved(*args):
+        with torch.autocast(device_type, enabled=False):
+            return backward_with_rules(*args)
+
+    library.impl("forward_with_rules", cast_forward, key)
+    library.impl("backward_with_rules", as_saved, key)
+
+
+for _device in DEVICES:
+    _register_autocast(_device.lower(), "Autocast" + _device)
+
+
+# ---- vmap: a loop, because masks, scores and dropout see the number of the batch entry
+
+
+def _loop(call: Callable[..., Any], info: Any, in_dims: tuple, args: tuple) -> tuple[tuple[Tensor, ...], tuple]:
+    def pick(arg: Any, dim: Any, i: int) -> Any:
+        if isinstance(arg, Tensor):
+            return arg if dim is None else arg.select(dim, i)
+        if isinstance(arg, list) and isinstance(dim, list):
+            return [pick(a, d, i) for a, d in zip(arg, dim, strict=True)]
+        return arg
+
+    each = [call(*(pick(a, d, i) for a, d in zip(args, in_dims, strict=True))) for i in range(info.batch_size)]
+    if not each:
+        raise NotImplementedError("vmap over no elements wants attention without masks, scores or other options")
+    stacked = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+def _loop_of(operator: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda info, in_dims, *args: _loop(operator, info, in_dims, args)
+
+
+register_vmap("flashtile::forward_with_rules", _loop_of(forward_with_rules), lib=library)
+register_vmap("flashtile::backward_with_rules", _loop_of(backward_with_rules), lib=library)
