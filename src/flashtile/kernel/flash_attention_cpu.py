@@ -1,10 +1,10 @@
 """Attention for CPU tensors: torch's own CPU flash kernel where its meaning is ours, the readable tiles elsewhere.
 
-torch's kernel (``aten::_scaled_dot_product_flash_attention_for_cpu``) is asked for full masks and square causal ones
-without a score or dropout, each packed sequence by itself; sinks join its result. Facts about it, seen in torch 2.13,
-that shape this file:
+torch's kernel (``aten::_scaled_dot_product_flash_attention_for_cpu``) is asked for full masks, top-left causal ones, and
+bottom-right causal ones of squares, without a score or dropout; each packed sequence by itself, and sinks join its
+result. Facts about it, seen in torch 2.13, that shape this file:
 
-- Its causal mask is aligned top-left, ours bottom-right: they agree where seqlen_q == seqlen_k.
+- Its causal mask is aligned top-left, ours bottom-right unless told: they agree where seqlen_q == seqlen_k.
 - It masks before it scales: under a causal mask a scale of 0 or below gives NaN and infinity.
 - A length of 0 ends the process with a division by zero; a last dimension with stride other than 1 is read wrongly.
 - In bf16 and fp16 its backward adds dk and dv up in that dtype: up to 6 times the error of plain PyTorch with grouped
@@ -59,7 +59,7 @@ def forward(
     lse, receives the largest logit of every row.
     """
     if max_logits is None and serves(q, k, v, softmax_scale, mask, score, dropout):
-        o, lse = _aten_forward(q, k, v, softmax_scale, _is_top_left(q, mask))
+        o, lse = _aten_forward(q, k, v, softmax_scale, _is_causal(mask, q.shape[2], k.shape[2]))
         if lse.abs().max() < HUGE_LOGIT:
             o, lse = (o, lse) if sinks is None else join_sinks(sinks, o, lse)
             return _stored_like(q, o), lse.contiguous()
@@ -101,7 +101,8 @@ def backward(
     Sinks need no mention, being in o and lse; their own gradient is ``sinks.sink_gradient``.
     """
     if serves(q, k, v, softmax_scale, mask, score, dropout) and lse.abs().max() < HUGE_LOGIT:
-        dq, dk, dv = _aten_backward(do, q, k, v, o, lse, dlse, softmax_scale, _is_top_left(q, mask))
+        is_causal = _is_causal(mask, q.shape[2], k.shape[2])
+        dq, dk, dv = _aten_backward(do, q, k, v, o, lse, dlse, softmax_scale, is_causal)
     else:
         dq, dk, dv = blockwise_backward(
             do,
@@ -128,18 +129,26 @@ def serves(
     """Tell whether torch's CPU kernel means the same as we do for this problem."""
     if score is not None or dropout is not None or softmax_scale <= 0 or 0 in (q.numel(), k.numel(), v.numel()):
         return False
-    # One query, the last one, sees every key under either mask.
-    return mask == full() or (mask == causal() and q.shape[2] in (1, k.shape[2]))
+    return _is_causal(mask, q.shape[2], k.shape[2]) is not None
 
 
-def _is_top_left(q: Tensor, mask: Mask) -> bool:
-    return mask == causal() and q.shape[2] > 1
+def _is_causal(mask: Mask, seqlen_q: int, seqlen_k: int) -> bool | None:
+    """Return what torch's kernel calls this mask, None if it has no word for it."""
+    bottom_right = mask.predicate is causal().predicate
+    # One query, the last one, sees every key.
+    if mask.predicate is full().predicate or (bottom_right and seqlen_q == 1):
+        return False
+    if mask.predicate is causal("top_left").predicate or (bottom_right and seqlen_q == seqlen_k):
+        return True
+    return None
 
 
-def _aten_forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+def _aten_forward(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, is_causal: bool | None
+) -> tuple[Tensor, Tensor]:
     width = max(q.shape[-1], v.shape[-1])
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(_prepared(x, width) for x in (q, k, v)), 0.0, is_causal, scale=softmax_scale
+        *(_prepared(x, width) for x in (q, k, v)), 0.0, bool(is_causal), scale=softmax_scale
     )
     return o[..., : v.shape[-1]], lse
 
@@ -153,7 +162,7 @@ def _aten_backward(
     lse: Tensor,
     dlse: Tensor | None,
     softmax_scale: float,
-    is_causal: bool,
+    is_causal: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     width = max(head_dim, head_dim_v)
@@ -165,7 +174,7 @@ def _aten_backward(
         o[..., head_dim_v] = 1.0
         do[..., head_dim_v] = -dlse.to(do.dtype)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, 0.0, is_causal, scale=softmax_scale
+        do, q, k, v, o, lse, 0.0, bool(is_causal), scale=softmax_scale
     )
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim_v]
 
