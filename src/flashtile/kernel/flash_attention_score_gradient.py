@@ -13,7 +13,7 @@ one order. So results are bit-identical from run to run, and memory is O(paramet
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -68,9 +68,9 @@ def _span(cu_seqlens, seqused, i):
     return start, length
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "num_rows"])
 def row_terms_kernel(
-    do_ptr, o_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, do_strides, o_strides, num_heads, num_rows,
+    do_src, o_src, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, do_strides, o_strides, num_heads, num_rows,
     HEAD_DIM_V: tl.constexpr, CHUNKS_V: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Program (m_block, head, batch) writes delta and the LSE in log2 of BLOCK_M query rows."""
@@ -79,8 +79,8 @@ def row_terms_kernel(
     batch = tl.program_id(0) // num_m_blocks // num_heads
     start = tl.program_id(0) % num_m_blocks * BLOCK_M
     offs_m = start + tl.arange(0, BLOCK_M)
-    do = load_rows(do_ptr, do_strides, batch, head, start, num_rows, BLOCK_M, HEAD_DIM_V, CHUNKS_V, True)
-    o = load_rows(o_ptr, o_strides, batch, head, start, num_rows, BLOCK_M, HEAD_DIM_V, CHUNKS_V, True)
+    do = load_rows(do_src, do_strides, batch, head, start, num_rows, BLOCK_M, HEAD_DIM_V, CHUNKS_V, True)
+    o = load_rows(o_src, o_strides, batch, head, start, num_rows, BLOCK_M, HEAD_DIM_V, CHUNKS_V, True)
     row = (batch.to(tl.int64) * num_heads + head) * num_rows
     inside = offs_m < num_rows
     lse = tl.load(lse_ptr + row + offs_m, mask=inside, other=0.0)
@@ -105,18 +105,18 @@ def _sum_by_bucket(acc, ds, number, BUCKETS: tl.constexpr):
 
 @triton.jit
 def gradient_tile(
-    n_block, acc, q, do, lse_log2, delta, k_ptr, v_ptr, k_strides, v_strides, batch, k_start, where, head_kv, offs_m,
+    n_block, acc, q, do, lse_log2, delta, k_src, v_src, k_strides, v_strides, batch, k_start, where, head_kv, offs_m,
     softmax_scale, mask, score, dropout, bucket, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEEP_Q: tl.constexpr, KEEP_K: tl.constexpr, BUCKETS: tl.constexpr,
+    KEEP_Q: tl.constexpr, KEEP_K: tl.constexpr, BUCKETS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Add one key tile's share to the sums of this program's entries."""
     start_n = n_block * BLOCK_N
     start, end = k_start + start_n, k_start + where.seqlen_k
     q_idx = offs_m[:, None]
     k_idx = (start_n + tl.arange(0, BLOCK_N))[None, :]
-    k = load_rows(k_ptr, k_strides, batch, head_kv, start, end, BLOCK_N, HEAD_DIM, CHUNKS, True)
-    v = load_rows(v_ptr, v_strides, batch, head_kv, start, end, BLOCK_N, HEAD_DIM_V, CHUNKS_V, True)
+    k = load_rows(k_src, k_strides, batch, head_kv, start, end, BLOCK_N, HEAD_DIM, CHUNKS, True, PACKED)
+    v = load_rows(v_src, v_strides, batch, head_kv, start, end, BLOCK_N, HEAD_DIM_V, CHUNKS_V, True, PACKED)
     s = dot_transposed(q, k)
     dp = dot_transposed(do, v)
     _, ds = backward_tile(s, dp, lse_log2[:, None], delta[:, None], q_idx, k_idx, where, softmax_scale, mask, score,
@@ -134,13 +134,14 @@ def gradient_tile(
 
 @triton.jit(do_not_specialize=["num_heads_q", "heads_per_kv", "seqlen_q", "seqlen_k", "shares"])
 def score_gradient_kernel(
-    grad_ptr, do_ptr, q_ptr, k_ptr, v_ptr, lse_log2_ptr, delta_ptr, do_strides, q_strides, k_strides, v_strides,
+    grad_ptr, do_src, q_src, k_src, v_src, lse_log2_ptr, delta_ptr, do_strides, q_strides, k_strides, v_strides,
     softmax_scale, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, packed, mask, score, dropout, bucket, shares,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEEP_Q: tl.constexpr, KEEP_K: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """Program (n_slot, m_slot, head, batch, split) writes one block of its split's (batch, head, rows, columns)."""
+    PACKED: tl.constexpr = packed is not None
     n_slot = tl.program_id(0) % shares.num_n_slots
     m_slot = (tl.program_id(0) // shares.num_n_slots) % shares.num_m_slots
     owner = tl.program_id(0) // shares.num_n_slots // shares.num_m_slots
@@ -182,15 +183,16 @@ def score_gradient_kernel(
                 offs_m = start_m + tl.arange(0, BLOCK_M)
                 inside = offs_m < length_q
                 start, end = q_start + start_m, q_start + length_q
-                q = load_rows(q_ptr, q_strides, batch, head, start, end, BLOCK_M, HEAD_DIM, CHUNKS, True)
-                do = load_rows(do_ptr, do_strides, batch, head, start, end, BLOCK_M, HEAD_DIM_V, CHUNKS_V, True)
+                q = load_rows(q_src, q_strides, batch, head, start, end, BLOCK_M, HEAD_DIM, CHUNKS, True, PACKED)
+                do = load_rows(do_src, do_strides, batch, head, start, end, BLOCK_M, HEAD_DIM_V, CHUNKS_V, True,
+                               PACKED)  # fmt: skip
                 lse_log2 = tl.load(lse_log2_ptr + row + offs_m, mask=inside, other=0.0)
                 delta = tl.load(delta_ptr + row + offs_m, mask=inside, other=0.0)
                 for n_block in tl.range(first, last):
-                    acc = gradient_tile(n_block, acc, q, do, lse_log2, delta, k_ptr, v_ptr, k_strides, v_strides, batch,
+                    acc = gradient_tile(n_block, acc, q, do, lse_log2, delta, k_src, v_src, k_strides, v_strides, batch,
                                         k_start, where, head // heads_per_kv, offs_m, softmax_scale, mask, score,
                                         dropout, bucket, HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N,
-                                        KEEP_Q, KEEP_K, BUCKETS)  # fmt: skip
+                                        KEEP_Q, KEEP_K, BUCKETS, PACKED)  # fmt: skip
 
     rows, columns = shares.rows, shares.columns
     grad_ptr += owner.to(tl.int64) * rows * columns
@@ -241,18 +243,26 @@ def parameter_gradients(
         for p in parameters:
             grads[p.index] = torch.zeros(p.tensor.shape, dtype=torch.float32, device=q.device)
         return tuple(grads)
-    config = config or _config(q, v)
+    chosen = {
+        table: config or launch_config(launch.arch_of(q.device), q.shape[3], v.shape[3], q.dtype, table=table)
+        for table in {p.bucket is not None for p in parameters}
+    }
     with launch.on_device(q.device):
-        saved = _row_terms(do, o, lse, dlse, config)
+        saved = _row_terms(do, o, lse, dlse, next(iter(chosen.values())))
         for p in parameters:
+            config = chosen[p.bucket is not None]
             grads[p.index] = _gradient(p, do, q, k, v, saved, softmax_scale, mask, dropout, seqlens, config)
     return tuple(grads)
 
 
-def _config(q: torch.Tensor, v: torch.Tensor) -> launch.LaunchConfig:
-    """Return the dQ kernel's tiles. Two matmuls per tile instead of three: what is left holds the sums of a tile."""
-    config = launch.lookup("backward_dq", launch.arch_of(q.device), q.shape[3], v.shape[3], q.dtype)
-    return launch.LaunchConfig(config.block_m, config.block_n, config.num_warps, 1, config.source)
+def launch_config(arch: str, head_dim: int, head_dim_v: int, dtype: torch.dtype, *, table: bool) -> launch.LaunchConfig:
+    """Return the dQ kernel's tiles, halved where the sums would not fit beside them (the compiler's report)."""
+    config = launch.lookup("backward_dq", arch, head_dim, head_dim_v, dtype)
+    if arch == "sm_90" and dtype.itemsize == 2:  # queries and their gradients are read from shared memory
+        block_m, block_n, num_stages = config.block_m, config.block_n // (2 if table else 1), 1 if table else 2
+    else:
+        block_m, block_n, num_stages = config.block_m // 2, config.block_n, 1
+    return launch.LaunchConfig(max(block_m, 16), max(block_n, 16), config.num_warps, num_stages, config.source)
 
 
 def _row_terms(
@@ -260,12 +270,14 @@ def _row_terms(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, num_heads, num_rows, head_dim_v = o.shape
     lse_log2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=o.device)
-    kernel: Any = row_terms_kernel
-    kernel[(_cdiv(num_rows, config.block_m) * num_heads * batch,)](
-        do, o, lse, None if dlse is None else dlse.contiguous(), lse_log2, delta, do.stride(), o.stride(),
-        num_heads, num_rows, HEAD_DIM_V=head_dim_v, CHUNKS_V=head_dim_chunks(head_dim_v), BLOCK_M=config.block_m,
-        num_warps=config.num_warps,
+    (do_src, do_strides), (o_src, o_strides) = (launcher.operand(t, config.block_m) for t in (do, o))
+    args = (
+        do_src, o_src, lse, None if dlse is None else dlse.contiguous(), lse_log2, delta, do_strides, o_strides,
+        num_heads, num_rows,
     )  # fmt: skip
+    constants = {"HEAD_DIM_V": head_dim_v, "CHUNKS_V": head_dim_chunks(head_dim_v), "BLOCK_M": config.block_m}
+    programs = _cdiv(num_rows, config.block_m) * num_heads * batch
+    launcher.run(row_terms_kernel, programs, o.device, args, constants, config)
     return lse_log2, delta
 
 
@@ -290,14 +302,16 @@ def _gradient(
     shape = (splits, shares.batches, shares.heads, shares.rows, shares.columns)
     grad = torch.empty(shape, dtype=torch.float32, device=q.device)
     programs = splits * shares.batches * shares.heads * shares.num_m_slots * shares.num_n_slots
-    kernel: Any = score_gradient_kernel
-    kernel[(programs,)](
-        grad, do, q, k, v, *saved, do.stride(), q.stride(), k.stride(), v.stride(),
+    (do_src, do_strides), (q_src, q_strides) = (launcher.operand(t, config.block_m) for t in (do, q))
+    (k_src, k_strides), (v_src, v_strides) = (launcher.operand(t, config.block_n) for t in (k, v))
+    args = (
+        grad, do_src, q_src, k_src, v_src, *saved, do_strides, q_strides, k_strides, v_strides,
         softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k,
         None if seqlens is None else Packed(*seqlens[:4]), mask.on_device(), p.score.on_device(),
         launcher.dropout_on_device(dropout), p.bucket and Bucket(jitted(p.bucket.number), p.bucket.args), shares,
-        **sizes(head_dim, head_dim_v, config), KEEP_Q=keep_q, KEEP_K=keep_k, BUCKETS=buckets, **config.options(),
     )  # fmt: skip
+    constants = {**sizes(head_dim, head_dim_v, config), "KEEP_Q": keep_q, "KEEP_K": keep_k, "BUCKETS": buckets}
+    launcher.run(score_gradient_kernel, programs, q.device, args, constants, config)
     if keep_q:
         return grad.sum(0) if splits > 1 else grad[0]
     total = grad.sum((0, 3))  # (batches, heads, columns)

@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 
 class Entries(NamedTuple):
-    """A tensor ``(batch | 1, heads_q | 1, seqlen_q | 1, seqlen_k | 1)`` for ``read``: its strides, None where
-    one entry serves all, and its last two sizes."""
+    """A tensor ``(batch | 1, heads_q | 1, seqlen_q | 1, seqlen_k | 1)`` for ``read``, and each dimension's stride and
+    size, or ``()`` where one entry serves all. (Not None: Triton 3.6 cannot compare a tuple that holds one.)"""
 
     tensor: Tensor
-    strides: tuple[int | None, ...]
-    rows: int | None
-    columns: int | None
+    batch: tuple[int, ...]
+    head: tuple[int, ...]
+    query: tuple[int, ...]
+    key: tuple[int, ...]
 
     @staticmethod
     def of(tensor: Tensor) -> Entries:
-        shape = tensor.shape
-        strides = tuple(None if size == 1 else stride for size, stride in zip(shape, tensor.stride(), strict=True))
-        return Entries(tensor, strides, *(None if size == 1 else size for size in shape[2:]))
+        dims = zip(tensor.stride(), tensor.shape, strict=True)
+        return Entries(tensor, *(() if size == 1 else (stride, size) for stride, size in dims))
 
 
 def read(entries: Entries, where: Where, q_idx: Any, k_idx: Any, s: Tensor) -> Tensor:
     """Return ``entries.tensor[where.batch, where.head, q_idx, k_idx]`` in the dtype of ``s``.
 
-    Indices past the end, in tiles that reach over it, read anything finite or not, but nothing outside the tensor.
+    Indices past the end, in tiles that reach over it, read something finite, and nothing outside the tensor.
     """
     places = zip(entries.tensor.shape, (where.batch, where.head, q_idx, k_idx), strict=True)
     index = tuple(0 if size == 1 else torch.as_tensor(i).clamp(0, size - 1) for size, i in places)
@@ -44,19 +44,20 @@ def read(entries: Entries, where: Where, q_idx: Any, k_idx: Any, s: Tensor) -> T
 
 
 def _read_on_device(entries, where, q_idx, k_idx, s):
-    strides = entries.strides
     ptr = entries.tensor
-    if strides[0] is not None:
-        ptr += tl.cast(where.batch, tl.int64) * strides[0]
-    if strides[1] is not None:
-        ptr += tl.cast(where.head, tl.int64) * strides[1]
-    if strides[2] is not None and strides[3] is not None:
-        ptr += q_idx.to(tl.int64) * strides[2] + k_idx.to(tl.int64) * strides[3]
-        return tl.load(ptr, mask=(q_idx < entries.rows) & (k_idx < entries.columns), other=0.0).to(s.dtype)
-    elif strides[2] is not None:
-        return tl.load(ptr + q_idx.to(tl.int64) * strides[2], mask=q_idx < entries.rows, other=0.0).to(s.dtype)
-    elif strides[3] is not None:
-        return tl.load(ptr + k_idx.to(tl.int64) * strides[3], mask=k_idx < entries.columns, other=0.0).to(s.dtype)
+    query, key = entries.query, entries.key
+    if len(entries.batch) > 0:
+        ptr += tl.cast(where.batch, tl.int64) * entries.batch[0]
+    if len(entries.head) > 0:
+        ptr += tl.cast(where.head, tl.int64) * entries.head[0]
+    # The key's size is an argument here, and so known to be a multiple of 16 if it is: then whole vectors are loaded.
+    if len(query) > 0 and len(key) > 0:
+        ptr += q_idx.to(tl.int64) * query[0] + k_idx.to(tl.int64) * key[0]
+        return tl.load(ptr, mask=(q_idx < query[1]) & (k_idx < key[1]), other=0.0).to(s.dtype)
+    elif len(query) > 0:
+        return tl.load(ptr + q_idx.to(tl.int64) * query[0], mask=q_idx < query[1], other=0.0).to(s.dtype)
+    elif len(key) > 0:
+        return tl.load(ptr + k_idx.to(tl.int64) * key[0], mask=k_idx < key[1], other=0.0).to(s.dtype)
     else:
         return tl.load(ptr).to(s.dtype)
 

@@ -219,13 +219,15 @@ def one(where, q_idx, k_idx, s, args):
     return 1.0
 
 
+# Triton 3.6 cannot give a tuple that holds functions a name: hence args[0] and args[1], the first score and the next.
+
+
 def _then_forward(where, q_idx, k_idx, s, args):
-    first, after = args
-    s = first.forward(where, q_idx, k_idx, s, first.args)
-    return after.forward(where, q_idx, k_idx, s, after.args)
+    s = args[0].forward(where, q_idx, k_idx, s, args[0].args)
+    return args[1].forward(where, q_idx, k_idx, s, args[1].args)
 
 
 def _then_derivative(where, q_idx, k_idx, s, args):
-    first, after = args
-    outer = after.derivative(where, q_idx, k_idx, first.forward(where, q_idx, k_idx, s, first.args), after.args)
-    return outer * first.derivative(where, q_idx, k_idx, s, first.args)
+    between = args[0].forward(where, q_idx, k_idx, s, args[0].args)
+    outer = args[1].derivative(where, q_idx, k_idx, between, args[1].args)
+    return outer * args[0].derivative(where, q_idx, k_idx, s, args[0].args)
