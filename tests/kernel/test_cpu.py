@@ -120,9 +120,8 @@ def test_torch_s_kernel_is_called_where_it_means_the_same(case: Case, fast: bool
 @pytest.mark.parametrize("lengths", [(33, 33), (17, 130), (130, 17), (1, 9)], ids=str)
 def test_torch_s_kernel_serves_masks_aligned_top_left(lengths: tuple[int, int]) -> None:
     q, k, v, do, dlse = Case(2, 4, 2, *lengths).tensors()
-    renamed = Mask(
-        "renamed", *(getattr(causal("top_left"), name) for name in ("predicate", "key_range", "query_range"))
-    )
+    mask = causal("top_left")
+    renamed = Mask("renamed", mask.predicate, mask.key_range, mask.query_range)
     with Watch() as watch:
         got = attend("cpu", q, k, v, do, dlse, mask=renamed)
     assert FORWARD_OP in watch.ops

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from flashtile.dropout import Dropout, keep_mask
@@ -215,6 +217,32 @@ def test_second_derivatives_of_packed_sequences() -> None:
     assert torch.autograd.gradgradcheck(run, (q, k, v))
 
 
+@given(st.data())
+@settings(max_examples=60)
+def test_any_combination(data: st.DataObject) -> None:
+    """Lengths, heads, widths, dtype, mask, score, sinks, dropout and packing, drawn together."""
+    draw = data.draw
+    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+    heads_kv, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    options: dict[str, Any] = {
+        "mask": draw(st.sampled_from(MASKS)),
+        "score": draw(st.sampled_from([None, distance_score()])),
+        "sinks": draw(st.sampled_from([None, torch.linspace(-2, 2, heads_kv * group)])),
+        "dropout": draw(st.sampled_from([None, dropout_of(0.2), dropout_of(0.8)])),
+    }
+    if draw(st.booleans()):
+        lengths = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2))
+        sides = [[pair[side] for pair in lengths] for side in (0, 1)]
+        at = packed(*sides, heads_q=heads_kv * group, heads_kv=heads_kv, dtype=dtype)
+        tensors, options["seqlens"] = at[:5], at.seqlens
+    else:
+        seqlen_q, seqlen_k, head_dim, head_dim_v = (draw(st.integers(lo, 9 + 11 * lo)) for lo in (0, 0, 1, 1))
+        case = Case(2, heads_kv * group, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, dtype=dtype)
+        tensors = case.tensors()
+    got = attend(draw(st.sampled_from(list(PASSES))), *tensors, **options)
+    check(got, *tensors, **options)
+
+
 # ----------------------------------------------------------------------------------------------------- packed sequences
 
 
@@ -400,8 +428,8 @@ def test_layouts_are_kept_and_torch_s_kernel_serves_each_sequence() -> None:
         got = attend("cpu", *at[:5], mask=causal(), sinks=torch.randn(4), seqlens=at.seqlens)
     assert watch.ops.count(FORWARD_OP) == 2
     assert watch.ops.count(f"{FORWARD_OP}_backward") == 2
-    for ours, given in ((got.o, at.q), (got.dq, at.q), (got.dk, at.k), (got.dv, at.v)):
-        assert ours.stride()[1:] == given.stride()[1:]
+    for ours, theirs in ((got.o, at.q), (got.dq, at.q), (got.dk, at.k), (got.dv, at.v)):
+        assert ours.stride()[1:] == theirs.stride()[1:]
     assert got.lse.is_contiguous()
 
 

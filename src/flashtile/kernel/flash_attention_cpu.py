@@ -1,6 +1,6 @@
 """Attention for CPU tensors: torch's own CPU flash kernel where its meaning is ours, the readable tiles elsewhere.
 
-torch's kernel (``aten::_scaled_dot_product_flash_attention_for_cpu``) is asked for full masks, top-left causal ones, and
+torch's kernel (``aten::_scaled_dot_product_flash_attention_for_cpu``) is asked for full masks, top-left causal ones and
 bottom-right causal ones of squares, without a score or dropout; each packed sequence by itself, and sinks join its
 result. Facts about it, seen in torch 2.13, that shape this file:
 
