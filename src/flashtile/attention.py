@@ -389,7 +389,11 @@ def _rules(q: Tensor, k: Tensor, options: _Options, seqlens: Seqlens | None) -> 
     check_features.rules_fit(rules, q, k)
     if dropout_p == 0:
         return rules
-    return rules._replace(dropout=Dropout(float(dropout_p), draw_seed(q.device, generator)))
+    if torch.compiler.is_compiling():  # which has no rule for random_ (of draw_seed)
+        seed = torch.randint(2**63 - 1, (1,), device=q.device, generator=generator)
+    else:
+        seed = draw_seed(q.device, generator)
+    return rules._replace(dropout=Dropout(float(dropout_p), seed))
 
 
 def _once(q: Tensor, k: Tensor, v: Tensor, rules: Rules, return_max_logits: bool) -> tuple[Tensor, Tensor, Tensor]:

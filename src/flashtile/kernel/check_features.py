@@ -47,7 +47,7 @@ def kinds(mask: Any, score: Any, sinks: Any) -> None:
         raise TypeError(f"mask is {described(mask)}, but wants a value of flashtile.mask, a torch.bool tensor or None")
     if isinstance(mask, Tensor) and mask.dtype is not torch.bool:
         raise TypeError(
-            f"mask is a tensor of {mask.dtype}, but wants torch.bool, True where a query sees a key; what is to be added "
+            f"mask is a tensor of {mask.dtype}, but wants torch.bool, True where a query sees a key; what is added "
             "to the logits is score=flashtile.score.bias(tensor)"
         )
     if score is not None and not isinstance(score, Score):

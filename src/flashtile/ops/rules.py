@@ -220,7 +220,9 @@ def _setup_registered(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Ten
 def _backward_registered(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Any) -> Any:
     needs = ctx.needs_input_grad[8]
     q_k_v, tensors = _differentiate(ctx, do, dlse, list(needs))
-    return *q_k_v, None, None, None, [None] * len(ctx.options[3]), None, tensors
+    ints, floats = ctx.options[2:4]
+    # A list without numbers counts as a list of tensors.
+    return *q_k_v, None, None, None if ints else [], [None] * len(floats), None, tensors
 
 
 def _no_second(ctx: Any, *grads: Any) -> Any:
