@@ -17,7 +17,7 @@ LAYERS = (
     {"mask", "score", "seqlen", "dropout"},
     {"kernel", "dispatch"},  # dispatch chooses among the kernels' backends; kernel/autograd.py asks it
     {"ops"},
-    {"attention"},
+    {"attention", "statistics"},
     {"flashtile"},  # the package's own names
     {"llm", "integrations", "parallel", "doctor"},
     {"bench_mark"},
