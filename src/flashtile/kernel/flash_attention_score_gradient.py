@@ -36,12 +36,23 @@ _Where = tl.constexpr(Where)
 
 
 class Packed(NamedTuple):
-    """Packed sequences as the kernel takes them."""
+    """The first rows and the lengths of packed sequences. (No None here: Triton 3.6 cannot compare such a tuple.)"""
 
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    seqused_q: torch.Tensor | None
-    seqused_k: torch.Tensor | None
+    q_starts: torch.Tensor
+    k_starts: torch.Tensor
+    q_lengths: torch.Tensor
+    k_lengths: torch.Tensor
+
+    @staticmethod
+    def of(seqlens: Seqlens | None) -> "Packed | None":
+        if seqlens is None:
+            return None
+        q_lengths, k_lengths = seqlens.cu_seqlens_q.diff(), seqlens.cu_seqlens_k.diff()
+        if seqlens.seqused_q is not None:
+            q_lengths = torch.minimum(q_lengths, seqlens.seqused_q)
+        if seqlens.seqused_k is not None:
+            k_lengths = torch.minimum(k_lengths, seqlens.seqused_k)
+        return Packed(seqlens.cu_seqlens_q, seqlens.cu_seqlens_k, q_lengths, k_lengths)
 
 
 class Shares(NamedTuple):
@@ -56,16 +67,6 @@ class Shares(NamedTuple):
     pairs_per_program: int
     num_m_slots: int
     num_n_slots: int
-
-
-@triton.jit
-def _span(cu_seqlens, seqused, i):
-    """Return (first row, length) of a packed sequence."""
-    start = tl.load(cu_seqlens + i)
-    length = tl.load(cu_seqlens + i + 1) - start
-    if seqused is not None:
-        length = tl.minimum(length, tl.load(seqused + i))
-    return start, length
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_rows"])
@@ -141,7 +142,6 @@ def score_gradient_kernel(
     KEEP_Q: tl.constexpr, KEEP_K: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """Program (n_slot, m_slot, head, batch, split) writes one block of its split's (batch, head, rows, columns)."""
-    PACKED: tl.constexpr = packed is not None
     n_slot = tl.program_id(0) % shares.num_n_slots
     m_slot = (tl.program_id(0) // shares.num_n_slots) % shares.num_m_slots
     owner = tl.program_id(0) // shares.num_n_slots // shares.num_m_slots
@@ -165,8 +165,8 @@ def score_gradient_kernel(
             q_start, k_start, length_q, length_k = 0, 0, seqlen_q, seqlen_k
         else:
             batch = sequence * 0
-            q_start, length_q = _span(packed.cu_seqlens_q, packed.seqused_q, sequence)
-            k_start, length_k = _span(packed.cu_seqlens_k, packed.seqused_k, sequence)
+            q_start, length_q = tl.load(packed.q_starts + sequence), tl.load(packed.q_lengths + sequence)
+            k_start, length_k = tl.load(packed.k_starts + sequence), tl.load(packed.k_lengths + sequence)
         where = _Where(sequence, head, length_q, length_k)
         row = (batch.to(tl.int64) * num_heads_q + head) * seqlen_q + q_start
         last_m = tl.cdiv(length_q, BLOCK_M)
@@ -183,16 +183,17 @@ def score_gradient_kernel(
                 offs_m = start_m + tl.arange(0, BLOCK_M)
                 inside = offs_m < length_q
                 start, end = q_start + start_m, q_start + length_q
-                q = load_rows(q_src, q_strides, batch, head, start, end, BLOCK_M, HEAD_DIM, CHUNKS, True, PACKED)
+                q = load_rows(q_src, q_strides, batch, head, start, end, BLOCK_M, HEAD_DIM, CHUNKS, True,
+                              packed is not None)  # fmt: skip
                 do = load_rows(do_src, do_strides, batch, head, start, end, BLOCK_M, HEAD_DIM_V, CHUNKS_V, True,
-                               PACKED)  # fmt: skip
+                               packed is not None)  # fmt: skip
                 lse_log2 = tl.load(lse_log2_ptr + row + offs_m, mask=inside, other=0.0)
                 delta = tl.load(delta_ptr + row + offs_m, mask=inside, other=0.0)
                 for n_block in tl.range(first, last):
                     acc = gradient_tile(n_block, acc, q, do, lse_log2, delta, k_src, v_src, k_strides, v_strides, batch,
                                         k_start, where, head // heads_per_kv, offs_m, softmax_scale, mask, score,
                                         dropout, bucket, HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N,
-                                        KEEP_Q, KEEP_K, BUCKETS, PACKED)  # fmt: skip
+                                        KEEP_Q, KEEP_K, BUCKETS, packed is not None)  # fmt: skip
 
     rows, columns = shares.rows, shares.columns
     grad_ptr += owner.to(tl.int64) * rows * columns
@@ -258,7 +259,7 @@ def parameter_gradients(
 def launch_config(arch: str, head_dim: int, head_dim_v: int, dtype: torch.dtype, *, table: bool) -> launch.LaunchConfig:
     """Return the dQ kernel's tiles, halved where the sums would not fit beside them (the compiler's report)."""
     config = launch.lookup("backward_dq", arch, head_dim, head_dim_v, dtype)
-    if arch == "sm_90" and dtype.itemsize == 2:  # queries and their gradients are read from shared memory
+    if (arch == "sm_90" and dtype.itemsize == 2) or arch == "interpreter":  # q and do stay in shared memory
         block_m, block_n, num_stages = config.block_m, config.block_n // (2 if table else 1), 1 if table else 2
     else:
         block_m, block_n, num_stages = config.block_m // 2, config.block_n, 1
@@ -307,7 +308,7 @@ def _gradient(
     args = (
         grad, do_src, q_src, k_src, v_src, *saved, do_strides, q_strides, k_strides, v_strides,
         softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k,
-        None if seqlens is None else Packed(*seqlens[:4]), mask.on_device(), p.score.on_device(),
+        Packed.of(seqlens), mask.on_device(), p.score.on_device(),
         launcher.dropout_on_device(dropout), p.bucket and Bucket(jitted(p.bucket.number), p.bucket.args), shares,
     )  # fmt: skip
     constants = {**sizes(head_dim, head_dim_v, config), "KEEP_Q": keep_q, "KEEP_K": keep_k, "BUCKETS": buckets}
