@@ -99,6 +99,30 @@ def test_seeds_come_from_torch_s_generator_which_advances() -> None:
     assert draw_seed("cpu", own) == second
 
 
+@pytest.mark.gpu
+def test_a_cuda_graph_draws_a_new_seed_at_every_replay() -> None:
+    def draw() -> torch.Tensor:
+        return keep_mask(draw_seed("cuda"), Where(0, 0, 64, 64), torch.arange(64, device="cuda")[:, None],
+                         torch.arange(64, device="cuda"), 0.5)  # fmt: skip
+
+    draw()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = draw()
+    masks = []
+    for _ in range(3):
+        graph.replay()
+        masks.append(kept.clone())
+    assert not torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[1], masks[2])
+    torch.cuda.manual_seed(5)
+    graph.replay()
+    again = kept.clone()
+    torch.cuda.manual_seed(5)
+    graph.replay()
+    assert torch.equal(kept, again)
+
+
 # -------------------------------------------------------------------------------------------------------- on the device
 
 triton = pytest.importorskip("triton")

