@@ -1,6 +1,9 @@
 """Every mask: its ranges against its predicate, by brute force. A new mask joins by one entry in MASKS."""
 
 import itertools
+import re
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -269,6 +272,9 @@ def test_sizes_are_checked_inside_combinations_too() -> None:
 def test_to_moves_every_tensor() -> None:
     value = (document(torch.arange(4)) | prefix([1, 2])).to("meta")
     assert {t.device.type for t in value.tensors()} == {"meta"}
+    value.check(2, 1, 4, None, torch.device("meta"))
+    with pytest.raises(ValueError, match="has a tensor on meta, but wants cpu"):
+        value.check(2, 1, 4, None, torch.device("cpu"))
 
 
 # --- arguments that cannot be ----------------------------------------------------------------------------------------
@@ -278,6 +284,11 @@ SIZE = 3
 
 def reads_a_global(where, q_idx, k_idx, args):
     return q_idx // SIZE == k_idx // SIZE
+
+
+def wrong(value: Any) -> Any:
+    """Return what a type checker would have refused."""
+    return value
 
 
 def around():
@@ -294,12 +305,12 @@ def around():
     [
         (lambda: causal(align="left"), ValueError, "align is 'left', but wants"),
         (lambda: window(-2, 0), ValueError, "left is -2, but wants at least -1"),
-        (lambda: window(0, 1.5), TypeError, "right is 1.5, but wants an int"),
+        (lambda: window(0, wrong(1.5)), TypeError, "right is 1.5, but wants an int"),
         (lambda: chunked(0), ValueError, "size is 0, but wants at least 1"),
         (lambda: prefix(-1), ValueError, "lengths is -1"),
         (lambda: prefix([]), (TypeError, ValueError), "lengths"),
         (lambda: key_padding(torch.ones(2)), TypeError, "lengths has dtype torch.float32, but wants integers"),
-        (lambda: key_padding("all"), TypeError, "lengths is a str"),
+        (lambda: key_padding(wrong("all")), TypeError, "lengths is a str"),
         (lambda: document(torch.ones(1, 1, 1).int()), ValueError, r"ids has shape \(1, 1, 1\), but wants 1 or 2"),
         (lambda: mask.dense(torch.zeros(2, 2)), TypeError, "visible is torch.float32, but wants a torch.bool"),
         (lambda: mask.dense(torch.zeros(1, 1, 1, 2, 2).bool()), ValueError, "visible has shape"),
@@ -308,10 +319,10 @@ def around():
         (lambda: Mask.of(around()), TypeError, "predicate closure uses size"),
         (lambda: Mask.of(reads_a_global), TypeError, "predicate reads_a_global reads the global SIZE"),
         (lambda: Mask.of(max), TypeError, "predicate is <built-in function max>"),
-        (lambda: Mask.of(even_keys, args=3), TypeError, "args is a int"),
+        (lambda: Mask.of(even_keys, args=wrong(3)), TypeError, "args is a int"),
         (lambda: Mask.of(even_keys, args=("a",)), TypeError, r"args\[0\] is a str"),
         (lambda: Mask.of(even_keys, key_range=every_other), ValueError, "query_range is None"),
-        (lambda: causal() & 3, TypeError, "unsupported operand"),
+        (lambda: causal() & wrong(3), TypeError, "unsupported operand"),
     ],
 )
 def test_bad_arguments_are_named(make, error, words) -> None:
@@ -333,3 +344,19 @@ def test_picture_in_characters() -> None:
 def test_picture_as_png(tmp_path) -> None:
     mask.save_png(causal() & document(torch.tensor([0] * 20 + [1] * 12)), tmp_path / "mask.png", 24, 32, tile_q=8)
     assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "masks.md"
+
+
+def test_page_shows_what_its_code_draws() -> None:
+    text = PAGE.read_text()
+    ids = torch.tensor([0] * 20 + [1] * 8 + [2] * 36)
+    assert (causal() & document(ids)).show(64, width=16) in text
+    drawn = set(re.findall(r'save_png\(.*"(\w+\.png)"', text))
+    assert drawn == set(re.findall(r"\(figures/(\w+\.png)\)", text))
+
+
+def test_page_has_every_mask() -> None:
+    text = PAGE.read_text()
+    assert [name for name in mask.__all__ if name[0].islower() and name not in text] == ["jitted"]

@@ -13,7 +13,7 @@ import torch
 
 from flashtile.seqlen import ON_DEVICE, select
 
-Sizes = tuple[tuple[int, int] | None, tuple[int, int] | None, tuple[int, int] | None, tuple[int, int] | None]
+Sizes = tuple[tuple[int, int] | None, ...]  # of (batch, heads_q, seqlen_q, seqlen_k)
 ANY_SIZES: Sizes = (None, None, None, None)
 
 
@@ -152,14 +152,19 @@ class Mask:
             elif isinstance(arg, torch.Tensor):
                 yield arg
 
-    def check(self, batch: int, heads_q: int, seqlen_q: int, seqlen_k: int) -> None:
-        """Raise ValueError if the mask's arguments were made for other sizes."""
+    def check(self, batch: int, heads_q: int, seqlen_q: int | None, seqlen_k: int | None, device: Any = None) -> None:
+        """Raise ValueError if the arguments were made for other sizes, or lie on another device; None is not checked.
+
+        (Packed sequences have no common lengths.)
+        """
         for arg in self.args:
             if isinstance(arg, Mask):
-                arg.check(batch, heads_q, seqlen_q, seqlen_k)
+                arg.check(batch, heads_q, seqlen_q, seqlen_k, device)
+            elif isinstance(arg, torch.Tensor) and device is not None and arg.device != device:
+                raise ValueError(f"mask {self} has a tensor on {arg.device}, but wants {device}; mask.to() moves it")
         names = ("batch", "heads_q", "seqlen_q", "seqlen_k")
         for name, met, size in zip(names, (batch, heads_q, seqlen_q, seqlen_k), self.sizes, strict=True):
-            if size is not None and -(-met // size[1]) != size[0]:
+            if met is not None and size is not None and -(-met // size[1]) != size[0]:
                 made_for = f"{size[0]}" if size[1] == 1 else f"{size[0]} blocks of {size[1]}"
                 raise ValueError(f"mask {self} is made for {name} {made_for}, but the tensors have {name} {met}")
 
