@@ -17,6 +17,7 @@ __all__ = [
     "FlashAttention",
     "FlashAttentionMock",
     "__version__",
+    "attention_statistics",
     "checked",
     "explain",
     "flash_attention",
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
     from flashtile.dispatch import explain
     from flashtile.kernel.autograd import FlashAttention
     from flashtile.kernel.flash_attention_mock import FlashAttentionMock
+    from flashtile.statistics import attention_statistics
 
 _HOME = {
     "FlashAttention": "flashtile.attention",  # not from the kernels: so that its operators are there too
     "FlashAttentionMock": "flashtile.kernel.flash_attention_mock",
     "checked": "flashtile.attention",
+    "attention_statistics": "flashtile.statistics",
     "explain": "flashtile.dispatch",
     "flash_attention": "flashtile.attention",
     "flash_attention_varlen": "flashtile.attention",

@@ -33,6 +33,7 @@ class Problem(NamedTuple):
     head_dim: int
     head_dim_v: int
     is_causal: bool
+    options: str = ""  # mask, score and the rest in words: every backend serves them all
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Problem:
@@ -50,7 +51,7 @@ class Problem(NamedTuple):
             f"k ({self.batch}, {self.heads_kv}, {self.seqlen_k}, {self.head_dim}), "
             f"v ({self.batch}, {self.heads_kv}, {self.seqlen_k}, {self.head_dim_v}), "
             f"{str(self.dtype).removeprefix('torch.')} on {self.arch}, "
-            f"{'causal' if self.is_causal else 'every query sees every key'}"
+            f"{self.options or ('causal' if self.is_causal else 'every query sees every key')}"
         )
 
 
@@ -138,9 +139,11 @@ def _launches(name: str, problem: Problem) -> dict[str, launch.LaunchConfig]:
     if name != "triton":
         return {}
     arch = "interpreter" if problem.device_type == "cpu" else problem.arch
+    forward_only = max(problem.head_dim, problem.head_dim_v) > check.MAX_HEAD_DIM
     return {
         kernel: launch.lookup(kernel, arch, problem.head_dim, problem.head_dim_v, problem.dtype)
         for kernel in launch.KERNELS
+        if kernel == "forward" or not forward_only
     }
 
 
@@ -150,15 +153,20 @@ def explain(
     v: Tensor | None = None,
     *,
     is_causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> str:
     """Return a text that says which backend serves this request and why, with its launch configurations.
 
-    Takes the tensors of ``flash_attention``, or a ``Problem`` (of a GPU that this machine need not have).
+    Takes the tensors and options of ``flash_attention``, or a ``Problem`` (of a GPU that this machine need not have).
     """
     if not isinstance(q, Problem):
         check.attention_inputs(q, k, v)
         q = Problem.of(as_4d(q), as_4d(_tensor(k)), as_4d(_tensor(v)), is_causal)
+        q = q._replace(options=_in_words(is_causal, mask, score, sinks, dropout_p))
     lines = [f"request       {q}"]
     try:
         plan = select(q, backend)
@@ -168,6 +176,19 @@ def explain(
     lines += [f"{kernel:<14}{_describe(config)}" for kernel, config in plan.launch.items()]
     lines += [f"not chosen    {name}: {why}" for name, why in plan.rejected.items()]
     return "\n".join(lines)
+
+
+def _in_words(is_causal: bool, mask: Any, score: Any, sinks: Any, dropout_p: float) -> str:
+    """Return the options beside is_causal in words; nothing if there are none."""
+    seen = "" if mask is None else f"a mask of {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"mask {mask.name}"
+    parts = (
+        seen and (f"{seen}, causal" if is_causal else seen),
+        score and f"score {score.name}",
+        "" if sinks is None else "sinks",
+        f"dropout {dropout_p}" if dropout_p else "",
+    )
+    words = ", ".join(part for part in parts if part)
+    return words if seen or not words else f"{'causal' if is_causal else 'every query sees every key'}, {words}"
 
 
 def _tensor(t: Any) -> Tensor:

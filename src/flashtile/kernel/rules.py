@@ -52,19 +52,6 @@ class Rules(NamedTuple):
         of_score = () if self.score is None else self.score.tensors()
         return of_score if self.sinks is None else (*of_score, self.sinks)
 
-    def __str__(self) -> str:
-        """The options that are set, for ``explain``."""
-        parts = [f"mask {self.mask.name}"]
-        if self.score is not None:
-            parts.append(f"score {self.score.name}")
-        if self.sinks is not None:
-            parts.append("sinks")
-        if self.dropout is not None:
-            parts.append(f"dropout {self.dropout.p}")
-        if self.seqlens is not None:
-            parts.append("packed sequences")
-        return ", ".join(parts)
-
 
 CAUSAL = causal()
 

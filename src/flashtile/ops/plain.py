@@ -15,6 +15,9 @@ from torch.library import Library, register_autograd, register_fake, register_vm
 
 from flashtile.kernel import autograd, check
 from flashtile.kernel.layout import empty_in_order_of
+from flashtile.kernel.rules import CAUSAL, Rules, flatten, key_of
+from flashtile.mask import full
+from flashtile.ops.tangent import tangents
 
 DEVICES = ("CPU", "CUDA", "XPU")  # dispatch keys; ROCm devices use CUDA's
 
@@ -93,6 +96,7 @@ class Forward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         q, k, v, *ctx.options = inputs
         ctx.save_for_backward(q, k, v, *output)
+        ctx.save_for_forward(q, k, v, *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -103,6 +107,12 @@ class Forward(torch.autograd.Function):
         differentiate = Backward.apply if torch._C._are_functorch_transforms_active() else backward
         grads: Any = differentiate(do, *ctx.saved_tensors, dlse, *ctx.options)
         return *(grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False)), *nothing
+
+    @staticmethod
+    def jvp(ctx: Any, tq: Any, tk: Any, tv: Any, *_: Any) -> Any:
+        scale, is_causal, backend = ctx.options
+        structure, tensors, ints, floats = flatten(Rules(scale, CAUSAL if is_causal else full(), backend=backend))
+        return tangents(tq, tk, tv, *ctx.saved_tensors, scale, key_of(structure), ints, floats, *tensors)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd, register_fake, register_vmap
 
-from flashtile.dispatch import Problem, select
-from flashtile.kernel import autograd, backend
+from flashtile.kernel import autograd
 from flashtile.kernel.layout import empty_in_order_of
 from flashtile.kernel.rules import Rules, flatten, key_of, rules_of
 from flashtile.ops.plain import DEVICES, TAGS, four_dimensions, library
+from flashtile.ops.tangent import loop, tangents
 
 library.define(
     "forward_with_rules(Tensor q, Tensor k, Tensor v, float softmax_scale, str rules, SymInt[] ints, Tensor[] floats,"
@@ -123,20 +123,20 @@ class ForwardWithRules(torch.autograd.Function):
         return *q_k_v, None, None, None, None, None, *tensors
 
     @staticmethod
-    def jvp(ctx: Any, tq: Any, tk: Any, tv: Any, *tangents: Any) -> Any:
-        if any(t is not None for t in tangents[5:]):
+    def jvp(ctx: Any, tq: Any, tk: Any, tv: Any, *others: Any) -> Any:
+        if any(t is not None for t in others[5:]):
             raise NotImplementedError(
                 "forward-mode derivatives with respect to sinks or a score's tensors are not there; detach them, or "
                 "use differentiable_twice=True"
             )
         scale, key, ints, floats = ctx.options[:4]
         q, k, v, o, lse, *tensors = ctx.saved_tensors
-        to, tlse = Jvp.apply(tq, tk, tv, q, k, v, o, lse, scale, key, ints, floats, *tensors)  # pyright: ignore
+        to, tlse = tangents(tq, tk, tv, q, k, v, o, lse, scale, key, ints, floats, *tensors)
         return to, tlse, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
-        return _loop(ForwardWithRules.apply, info, in_dims, args)
+        return loop(ForwardWithRules.apply, info, in_dims, args)
 
 
 def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -208,7 +208,7 @@ class BackwardWithRules(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
-        return _loop(BackwardWithRules.apply, info, in_dims, args)
+        return loop(BackwardWithRules.apply, info, in_dims, args)
 
 
 def _setup_registered(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -235,38 +235,6 @@ register_autograd(
 register_autograd("flashtile::backward_with_rules", _no_second, lib=library)
 
 
-# ---- forward-mode derivatives
-
-
-class Jvp(torch.autograd.Function):
-    """``(to, tlse)`` for tangents of q, k, v: a pass of its own, of which there is no derivative."""
-
-    @staticmethod
-    def forward(tq: Any, tk: Any, tv: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float,
-                key: str, ints: Any, floats: Any, *tensors: Tensor) -> Any:  # fmt: skip
-        rules = _rules(scale, key, ints, floats, tensors)
-        for name, value in (("dropout", rules.dropout), ("packed sequences", rules.seqlens)):
-            if value is not None:
-                raise NotImplementedError(
-                    f"forward-mode derivatives with {name} are not there; use differentiable_twice=True"
-                )
-        plan = select(Problem.of(q, k, v), rules.backend)
-        options = rules._replace(sinks=None).options()  # lse holds the sinks
-        return backend.jvp(plan.backend)(tq, tk, tv, q, k, v, o, lse, **options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(autograd.TWICE)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
-        return _loop(Jvp.apply, info, in_dims, args)
-
-
 # ---- autocast, as of the plain operators
 
 
@@ -291,23 +259,8 @@ for _device in DEVICES:
 # ---- vmap: a loop, because masks, scores and dropout see the number of the batch entry
 
 
-def _loop(call: Callable[..., Any], info: Any, in_dims: tuple, args: tuple) -> tuple[tuple[Tensor, ...], tuple]:
-    def pick(arg: Any, dim: Any, i: int) -> Any:
-        if isinstance(arg, Tensor):
-            return arg if dim is None else arg.select(dim, i)
-        if isinstance(arg, list) and isinstance(dim, list):
-            return [pick(a, d, i) for a, d in zip(arg, dim, strict=True)]
-        return arg
-
-    each = [call(*(pick(a, d, i) for a, d in zip(args, in_dims, strict=True))) for i in range(info.batch_size)]
-    if not each:
-        raise NotImplementedError("vmap over no elements wants attention without masks, scores or other options")
-    stacked = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
-    return stacked, (0,) * len(stacked)
-
-
 def _loop_of(operator: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda info, in_dims, *args: _loop(operator, info, in_dims, args)
+    return lambda info, in_dims, *args: loop(operator, info, in_dims, args)
 
 
 register_vmap("flashtile::forward_with_rules", _loop_of(forward_with_rules), lib=library)
