@@ -12,7 +12,7 @@ from flashtile.score import Score
 pytest.importorskip("triton")
 
 from flashtile.kernel import launcher
-from flashtile.kernel.launcher import Descriptor, operand, row_operand
+from flashtile.kernel.launcher import Descriptor, operand, row_operand, strides_of
 
 CONFIG = LaunchConfig(64, 64, 4, 2)
 
@@ -158,7 +158,7 @@ def test_operands_become_descriptors_where_the_copy_engine_can_read_them(monkeyp
     for other in odd:
         source, strides = operand(other, 32)
         assert source is other
-        assert strides == other.stride()
+        assert strides == strides_of(other)
     assert isinstance(operand(t[:, :, :, :32], 32)[0], Descriptor)
     assert isinstance(operand(t.transpose(1, 2), 2)[0], Descriptor)
     rows = torch.zeros(6, 40)
@@ -191,3 +191,11 @@ def test_a_fresh_thread_has_a_context():
     thread.start()
     thread.join()
     assert torch.equal(got[0], want)
+
+
+def test_strides_in_units_of_16_bytes_where_rows_are_dense_and_aligned():
+    t = torch.zeros(2, 3, 40, 72, dtype=torch.float16)
+    assert strides_of(t) == tuple(stride // 8 for stride in t.stride()[:3])
+    assert strides_of(t.float()) == tuple(stride // 4 for stride in t.stride()[:3])
+    for other in (t[..., ::2], t[..., 1:], t[..., :71].contiguous(), t.transpose(2, 3)):
+        assert strides_of(other) == other.stride()

@@ -252,8 +252,8 @@ def backward(
         device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, False)
         args = (
             do_src, q_src, k_src, v_src, o, lse, None if dlse is None else dlse.contiguous(), dq, lse_log2, delta,
-            do_strides, q_strides, k_strides, v_strides, o.stride(), dq.stride(), seqlen_q, row_stride,
-            *scalars, num_sequences, packed, device_mask, device_score, device_dropout, tiles,
+            do_strides, q_strides, k_strides, v_strides, launcher.strides_of(o), launcher.strides_of(dq),
+            seqlen_q, row_stride, *scalars, num_sequences, packed, device_mask, device_score, device_dropout, tiles,
         )  # fmt: skip
         programs = num_tiles * num_heads_q * batch
         launcher.run(backward_dq_kernel, programs, q.device, args, sizes(head_dim, head_dim_v, config), config)
@@ -267,7 +267,7 @@ def backward(
         device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, True)
         args = (
             do_src, q_src, k_src, v_src, lse_log2_src, delta_src, dk, dv,
-            do_strides, q_strides, k_strides, v_strides, dk.stride(), dv.stride(),
+            do_strides, q_strides, k_strides, v_strides, launcher.strides_of(dk), launcher.strides_of(dv),
             row_stride if lse_log2_src is lse_log2 else None,
             *scalars, num_sequences, packed, device_mask, device_score, device_dropout, tiles,
         )  # fmt: skip

@@ -169,7 +169,7 @@ def forward(
     num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m, False)
     device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, False)
     args = (
-        q_src, k_src, v_src, o, lse, max_logits, q_strides, k_strides, v_strides, o.stride(), seqlen_q,
+        q_src, k_src, v_src, o, lse, max_logits, q_strides, k_strides, v_strides, launcher.strides_of(o), seqlen_q,
         softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, packed,
         device_mask, score.on_device() if score else None, launcher.dropout_on_device(dropout), sinks, tiles,
     )  # fmt: skip

@@ -89,8 +89,13 @@ def lookup(kernel: str, arch: str, head_dim: int, head_dim_v: int, dtype: torch.
 
 @functools.cache
 def has_copy_engine(device: torch.device) -> bool:
-    """Return whether the GPU has the bulk tensor copy engine (CUDA, compute capability 9.0 and later)."""
-    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= 9
+    """Return whether the GPU feeds its matrix units from the bulk tensor copy engine: compute capability 9.0 to 11.x.
+
+    12.x has the engine too, but its products read registers, and loads by address spill less there.
+    """
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return 9 <= torch.cuda.get_device_capability(device)[0] <= 11
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:

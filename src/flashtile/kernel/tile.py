@@ -43,10 +43,27 @@ def sizes(head_dim: int, head_dim_v: int, config: LaunchConfig) -> dict[str, Any
 
 
 @triton.jit
+def _row_stride(ptr, strides):
+    if len(strides) == 3:
+        UNIT: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+        return strides[2] * UNIT
+    else:
+        return strides[2]
+
+
+@triton.jit
+def _element_pointers(ptr, strides, rows, cols):
+    if len(strides) == 3:
+        return ptr + rows[:, None] * _row_stride(ptr, strides) + cols[None, :]
+    else:
+        return ptr + rows[:, None] * strides[2] + cols[None, :] * strides[3]
+
+
+@triton.jit
 def _load_chunk(ptr, rows, rows_left, strides, START: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
                 MASKED: tl.constexpr):  # fmt: skip
     cols = START + tl.arange(0, WIDTH)
-    ptrs = ptr + rows[:, None] * strides[2] + cols[None, :] * strides[3]
+    ptrs = _element_pointers(ptr, strides, rows, cols)
     if START + WIDTH <= HEAD_DIM:
         if MASKED:
             return tl.load(ptrs, mask=rows[:, None] < rows_left, other=0.0)
@@ -61,7 +78,10 @@ def _load_chunk(ptr, rows, rows_left, strides, START: tl.constexpr, WIDTH: tl.co
 @triton.jit
 def tile_pointer(ptr, strides, batch, head, start):
     """Return the address of row ``start`` of one head, computed in 64 bits."""
-    return ptr + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + start.to(tl.int64) * strides[2]
+    offset = batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + start.to(tl.int64) * strides[2]
+    if len(strides) == 3:  # in units of 16 bytes: see launcher.strides_of
+        offset = offset * (128 // ptr.dtype.element_ty.primitive_bitwidth)
+    return ptr + offset
 
 
 @triton.jit
@@ -96,7 +116,7 @@ def load_rows(source, strides, batch, head, start, length, BLOCK: tl.constexpr, 
 @triton.jit
 def _store_chunk(ptr, tile, rows, rows_left, strides, START: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
     cols = START + tl.arange(0, WIDTH)
-    ptrs = ptr + rows[:, None] * strides[2] + cols[None, :] * strides[3]
+    ptrs = _element_pointers(ptr, strides, rows, cols)
     inside = rows[:, None] < rows_left
     if START + WIDTH > HEAD_DIM:
         inside = inside & (cols[None, :] < HEAD_DIM)
