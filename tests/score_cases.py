@@ -10,6 +10,7 @@ from torch import Tensor
 from flashtile.kernel.flash_attention_mock import dense_attention
 from flashtile.mask import Mask
 from flashtile.score import Score, alibi, bias, relative_position, softcap, temperature
+from tests.reference import _plain_attention
 
 
 def _bias(*dims: str) -> Callable[..., Score]:
@@ -62,11 +63,13 @@ def gradients(
     dtype: torch.dtype = torch.float64,
     **options,
 ) -> list[Tensor]:
-    """Return the gradients to the score's floating-point tensors, by autograd of the dense formula in ``dtype``."""
+    """Return the gradients to the score's floating-point tensors by autograd: the oracle in fp64, or plain PyTorch."""
     q, k, v, do, dlse = (t.detach().cpu().to(dtype) for t in (q, k, v, do, dlse))
     leaves = [t.detach().cpu().to(dtype).requires_grad_() if t.is_floating_point() else t for t in score.tensors()]
     score = score.with_tensors(tuple(leaves))
-    o, lse = dense_attention(q, k, v, softmax_scale=softmax_scale, mask=mask, score=score, **options)
+    attend = dense_attention if dtype == torch.float64 else _plain_attention
+    options = {"sinks": None, "dropout": None, **options}
+    o, lse = attend(q, k, v, softmax_scale=softmax_scale, mask=mask, score=score, **options)
     seen = lse.isfinite()
     wanted = [t for t in leaves if t.requires_grad]
     if not wanted:

@@ -105,6 +105,24 @@ def _sum_by_bucket(acc, ds, number, BUCKETS: tl.constexpr):
 
 
 @triton.jit
+def exact_delta_tile(
+    n_block, delta, q, do, lse_log2, k_src, v_src, k_strides, v_strides, batch, k_start, where, head_kv, offs_m,
+    softmax_scale, mask, score, dropout, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Add one key tile's share to delta as rowsum(P * dP): what rowsum(dO * O) is before O is rounded to 16 bits."""
+    start_n = n_block * BLOCK_N
+    start, end = k_start + start_n, k_start + where.seqlen_k
+    k_idx = (start_n + tl.arange(0, BLOCK_N))[None, :]
+    k = load_rows(k_src, k_strides, batch, head_kv, start, end, BLOCK_N, HEAD_DIM, CHUNKS, True, PACKED)
+    v = load_rows(v_src, v_strides, batch, head_kv, start, end, BLOCK_N, HEAD_DIM_V, CHUNKS_V, True, PACKED)
+    dp = dot_transposed(do, v)
+    p, _ = backward_tile(dot_transposed(q, k), dp, lse_log2[:, None], 0.0, offs_m[:, None], k_idx, where, softmax_scale,
+                         mask, score, True, dropout)  # fmt: skip
+    return delta + tl.sum(p * dp, 1)
+
+
+@triton.jit
 def gradient_tile(
     n_block, acc, q, do, lse_log2, delta, k_src, v_src, k_strides, v_strides, batch, k_start, where, head_kv, offs_m,
     softmax_scale, mask, score, dropout, bucket, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -135,11 +153,12 @@ def gradient_tile(
 
 @triton.jit(do_not_specialize=["num_heads_q", "heads_per_kv", "seqlen_q", "seqlen_k", "shares"])
 def score_gradient_kernel(
-    grad_ptr, do_src, q_src, k_src, v_src, lse_log2_ptr, delta_ptr, do_strides, q_strides, k_strides, v_strides,
-    softmax_scale, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, packed, mask, score, dropout, bucket, shares,
+    grad_ptr, do_src, q_src, k_src, v_src, lse_log2_ptr, delta_ptr, dlse_ptr, do_strides, q_strides, k_strides,
+    v_strides, softmax_scale, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, packed, mask, score, dropout, bucket,
+    shares,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEEP_Q: tl.constexpr, KEEP_K: tl.constexpr, BUCKETS: tl.constexpr,
+    KEEP_Q: tl.constexpr, KEEP_K: tl.constexpr, BUCKETS: tl.constexpr, EXACT_DELTA: tl.constexpr,
 ):  # fmt: skip
     """Program (n_slot, m_slot, head, batch, split) writes one block of its split's (batch, head, rows, columns)."""
     n_slot = tl.program_id(0) % shares.num_n_slots
@@ -188,7 +207,18 @@ def score_gradient_kernel(
                 do = load_rows(do_src, do_strides, batch, head, start, end, BLOCK_M, HEAD_DIM_V, CHUNKS_V, True,
                                packed is not None)  # fmt: skip
                 lse_log2 = tl.load(lse_log2_ptr + row + offs_m, mask=inside, other=0.0)
-                delta = tl.load(delta_ptr + row + offs_m, mask=inside, other=0.0)
+                if EXACT_DELTA:
+                    # Slopes weigh dS by distances: an error of delta, alike for a whole row, would not average out.
+                    delta = tl.zeros((BLOCK_M,), tl.float32)
+                    for n_block in tl.range(first, last):
+                        delta = exact_delta_tile(n_block, delta, q, do, lse_log2, k_src, v_src, k_strides, v_strides,
+                                                 batch, k_start, where, head // heads_per_kv, offs_m, softmax_scale,
+                                                 mask, score, dropout, HEAD_DIM, HEAD_DIM_V, CHUNKS, CHUNKS_V, BLOCK_N,
+                                                 packed is not None)  # fmt: skip
+                    if dlse_ptr is not None:
+                        delta -= tl.load(dlse_ptr + row + offs_m, mask=inside, other=0.0)
+                else:
+                    delta = tl.load(delta_ptr + row + offs_m, mask=inside, other=0.0)
                 for n_block in tl.range(first, last):
                     acc = gradient_tile(n_block, acc, q, do, lse_log2, delta, k_src, v_src, k_strides, v_strides, batch,
                                         k_start, where, head // heads_per_kv, offs_m, softmax_scale, mask, score,
@@ -249,7 +279,8 @@ def parameter_gradients(
         for table in {p.bucket is not None for p in parameters}
     }
     with launch.on_device(q.device):
-        saved = _row_terms(do, o, lse, dlse, next(iter(chosen.values())))
+        dlse = None if dlse is None else dlse.contiguous()
+        saved = *_row_terms(do, o, lse, dlse, next(iter(chosen.values()))), dlse
         for p in parameters:
             config = chosen[p.bucket is not None]
             grads[p.index] = _gradient(p, do, q, k, v, saved, softmax_scale, mask, dropout, seqlens, config)
@@ -273,7 +304,7 @@ def _row_terms(
     lse_log2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=o.device)
     (do_src, do_strides), (o_src, o_strides) = (launcher.operand(t, config.block_m) for t in (do, o))
     args = (
-        do_src, o_src, lse, None if dlse is None else dlse.contiguous(), lse_log2, delta, do_strides, o_strides,
+        do_src, o_src, lse, dlse, lse_log2, delta, do_strides, o_strides,
         num_heads, num_rows,
     )  # fmt: skip
     constants = {"HEAD_DIM_V": head_dim_v, "CHUNKS_V": head_dim_chunks(head_dim_v), "BLOCK_M": config.block_m}
@@ -288,7 +319,7 @@ def _gradient(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    saved: tuple[torch.Tensor, torch.Tensor],
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     softmax_scale: float,
     mask: Mask,
     dropout: Dropout | None,
@@ -311,7 +342,10 @@ def _gradient(
         Packed.of(seqlens), mask.on_device(), p.score.on_device(),
         launcher.dropout_on_device(dropout), p.bucket and Bucket(jitted(p.bucket.number), p.bucket.args), shares,
     )  # fmt: skip
-    constants = {**sizes(head_dim, head_dim_v, config), "KEEP_Q": keep_q, "KEEP_K": keep_k, "BUCKETS": buckets}
+    constants = {
+        **sizes(head_dim, head_dim_v, config), "KEEP_Q": keep_q, "KEEP_K": keep_k, "BUCKETS": buckets,
+        "EXACT_DELTA": not keep_k and q.itemsize == 2,
+    }  # fmt: skip
     launcher.run(score_gradient_kernel, programs, q.device, args, constants, config)
     if keep_q:
         return grad.sum(0) if splits > 1 else grad[0]
