@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from flashtile import flash_attention, mask
-from flashtile.statistics import AttentionStatistics, attention_statistics
+from flashtile import flash_attention, mask, score
+from flashtile.statistics import WHAT, AttentionStatistics, attention_statistics
 from tests.reference import max_error
 
 
@@ -71,6 +71,38 @@ def test_nothing_is_recorded_for_autograd():
     assert not got.top_k.values.requires_grad
 
 
+@pytest.mark.parametrize(
+    ("the_mask", "the_score"),
+    [
+        (mask.window(5, 0), score.softcap(2.0)),
+        (mask.document(torch.arange(30) // 8), score.alibi(torch.tensor([0.5, 0.25, 0.1, 0.0]))),
+        (mask.prefix(4) | mask.causal(), score.bias(torch.randn(4, 30, 30)).then(score.temperature(2.0))),
+        (torch.rand(30, 30) < 0.5, None),
+    ],
+    ids=["window", "document", "prefix", "dense"],
+)
+@pytest.mark.parametrize("backend", [None, "cpu"])
+def test_masks_and_scores_as_in_attention(the_mask, the_score, backend):
+    """The rows of the statistics, times v, are attention."""
+    q, k, v = torch.randn(1, 4, 30, 16), torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16)
+    rules = {"mask": the_mask, "score": the_score, "is_causal": True}
+    o, lse = flash_attention(q, k, v, return_lse=True, backend=backend, **rules)
+    got = attention_statistics(q, k, lse, what=WHAT, rows=range(30), backend=backend, **rules)
+    p = got.rows.double()
+    assert max_error(p.float() @ v.repeat_interleave(2, dim=1), o) < 1e-5
+    assert max_error(got.column_sums, p.sum(2)) < 1e-5
+    assert max_error(got.entropy, -torch.special.xlogy(p, p).sum(-1)) < 1e-5
+    assert max_error(got.top_k.values, p.topk(8).values) < 1e-6
+
+
+def test_under_autocast():
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, lse = flash_attention(q, k, v, return_lse=True, backend="cpu")
+        rows = attention_statistics(q, k, lse, what="rows", rows=[3], backend="cpu").rows
+    assert max_error(rows.sum(-1), torch.ones(1, 2, 1)) < 1e-5
+
+
 def test_float64():
     q, k, lse = inputs(1, dtype=torch.float64)
     got = attention_statistics(q, k, lse, what="column_sums", is_causal=True, backend="cpu").column_sums
@@ -98,9 +130,9 @@ def test_float64():
         ),
         ({"column_weights": 2.0}, ValueError, "column_weights is 2.0, but wants a tensor on cpu"),
         ({"what": "entropy", "column_weights": torch.ones(20)}, ValueError, "column_weights is given"),
-        ({"mask": "causal"}, TypeError, "mask is a str"),
-        ({"score": 1.0}, TypeError, "score is a float"),
-        ({"mask": mask.full(), "is_causal": True}, ValueError, "is_causal is True and mask is full"),
+        ({"mask": "causal"}, TypeError, "mask is 'causal', but wants a value of flashtile.mask"),
+        ({"mask": torch.ones(20, 31).bool()}, ValueError, "seqlen_k 31, but the tensors have seqlen_k 30"),
+        ({"score": 1.0}, TypeError, "score is 1.0, but wants a value of flashtile.score"),
         ({"softmax_scale": "large"}, TypeError, "softmax_scale is 'large'"),
         ({"backend": "cuda"}, ValueError, "backend is 'cuda'"),
     ],

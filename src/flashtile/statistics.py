@@ -11,8 +11,10 @@ from torch import Tensor
 
 from flashtile import mask as masks
 from flashtile.dispatch import Problem, select
-from flashtile.kernel import check
+from flashtile.kernel import check, check_features
+from flashtile.kernel.autograd import autocasts, cast_for_autocast
 from flashtile.kernel.layout import as_4d
+from flashtile.kernel.rules import Rules, also_causal
 from flashtile.mask import Mask
 from flashtile.score import Score
 
@@ -44,7 +46,7 @@ def attention_statistics(
     *,
     what: str | Sequence[str] = ("column_sums", "entropy", "top_k"),
     is_causal: bool = False,
-    mask: Mask | None = None,
+    mask: Mask | Tensor | None = None,
     score: Score | None = None,
     softmax_scale: float | None = None,
     top_k: int = 8,
@@ -67,8 +69,7 @@ def attention_statistics(
         q, k, lse: ``(..., heads_q, seqlen_q, head_dim)``, ``(..., heads_kv, seqlen_k, head_dim)`` and ``(..., heads_q,
             seqlen_q)`` as ``flash_attention(q, k, v, return_lse=True)`` took and returned them.
         what: one of these names, or several.
-        is_causal, mask, score, softmax_scale: as they were given to attention; ``is_causal`` is short for
-            ``mask=mask.causal()``.
+        is_causal, mask, score, softmax_scale: as they were given to attention.
         top_k: how many keys per query, 1 to 64. Among equal probabilities the lower key comes first.
         rows: numbers of the queries whose probabilities are wanted, negative ones counted from the end. A tensor on
             a GPU is read by the host.
@@ -85,10 +86,12 @@ def attention_statistics(
         ValueError: shapes or options that do not fit; the message names the argument, its value and what is wanted.
     """
     wanted = _checked_what(what)
+    if autocasts(q):
+        q, k, _ = cast_for_autocast(q, k, k)
     check.attention_inputs(q, k, k)
     check.options(is_causal, softmax_scale)
+    check_features.kinds(mask, score, None)
     _check_lse(lse, q)
-    the_mask = _checked_mask(is_causal, mask, score)
     if "top_k" in wanted and not (isinstance(top_k, int) and not isinstance(top_k, bool) and 1 <= top_k <= MAX_TOP_K):
         raise ValueError(f"top_k is {top_k!r}, but wants an integer from 1 to {MAX_TOP_K}")
     row_index = _checked_rows(rows, "rows" in wanted, q)
@@ -97,10 +100,12 @@ def attention_statistics(
     lead = q.shape[:-2]
     q, k = (as_4d(t.detach().resolve_neg()) for t in (q, k))
     lse = lse.detach().resolve_neg().reshape(q.shape[:3])
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    rules = Rules(scale, _mask(is_causal, mask), score)
+    check_features.rules_fit(rules, q, k)
     plan = select(Problem.of(q, k, k), backend)
     passes: Any = importlib.import_module(_MODULES.get(plan.backend, "flashtile.kernel.flash_attention_statistics"))
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    options: dict[str, Any] = {"softmax_scale": scale, "mask": the_mask, "score": score}
+    options = rules.options()
     found: dict[str, Any] = {}
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if "column_sums" in wanted:
@@ -138,14 +143,11 @@ def _check_lse(lse: Any, q: Tensor) -> None:
         raise ValueError(f"lse is {lse.dtype} on {lse.device}, but wants {want} on {q.device}")
 
 
-def _checked_mask(is_causal: bool, mask: Any, score: Any) -> Mask:
-    if mask is not None and not isinstance(mask, Mask):
-        raise TypeError(f"mask is a {type(mask).__name__}, but wants a value of flashtile.mask, or None")
-    if score is not None and not isinstance(score, Score):
-        raise TypeError(f"score is a {type(score).__name__}, but wants a value of flashtile.score, or None")
-    if mask is not None and is_causal:
-        raise ValueError(f"is_causal is True and mask is {mask.name}, but only one is wanted: combine masks with &")
-    return mask if mask is not None else masks.causal() if is_causal else masks.full()
+def _mask(is_causal: bool, mask: Mask | Tensor | None) -> Mask:
+    if mask is None:
+        return masks.causal() if is_causal else masks.full()
+    mask = masks.dense(mask) if isinstance(mask, Tensor) else mask
+    return also_causal(mask) if is_causal else mask
 
 
 def _checked_rows(rows: Any, wanted: bool, q: Tensor) -> Tensor | None:

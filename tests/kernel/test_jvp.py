@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 
-from flashtile import mask
+from flashtile import mask, score
 from flashtile.dropout import Dropout
 from flashtile.kernel import flash_attention_cpu, flash_attention_jvp_cpu
 from flashtile.kernel.flash_attention_mock import dense_attention
@@ -51,15 +51,27 @@ def by_autodiff(attend, primals, directions, dtype, **options) -> Any:
     return torch.func.jvp(lambda *x: attend(*x, **options), tuple(primals), tuple(directions))[1]
 
 
+def moved(options: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return the options with their tensors on ``device``: the oracles run on the CPU."""
+    options = options | {"mask": options["mask"].to(device)}
+    if options["score"]:
+        tensors = tuple(t.to(device) for t in options["score"].tensors())
+        options["score"] = options["score"].with_tensors(tensors)
+    if options["dropout"]:
+        options["dropout"] = options["dropout"]._replace(seed=options["dropout"].seed.to(device))
+    return options
+
+
 def check(path: str, case: Case, directions: Any = None, config: Any = None, sinks: Any = None, **options: Any):
     """Compare with the fp64 oracle, under the accuracy rule for gradients."""
     forward, jvp, device = PATHS[path]
     primals = case.tensors(device=device)[:3]
     directions = tangents(case, device) if directions is None else directions
     options = {"softmax_scale": case.head_dim**-0.5, "mask": case.mask, "score": None, "dropout": None} | options
+    options = moved(options, device)
     o, lse = forward(*primals, sinks=sinks, **options)
     to, tlse = jvp(*directions, *primals, o, lse, **options, **({"config": config} if config else {}))
-    options["sinks"] = None if sinks is None else sinks.cpu()
+    options = moved(options, "cpu") | {"sinks": None if sinks is None else sinks.cpu()}
     assert to.dtype == case.dtype
     assert to.stride() == o.stride()
     assert tlse.dtype == lse.dtype
@@ -148,6 +160,19 @@ def test_any_scale(path, scale):
     check(path, Case(1, 1, 1, 20, 45, 24, is_causal=True), softmax_scale=scale)
 
 
+@pytest.mark.parametrize(
+    ("the_mask", "the_score"),
+    [
+        (mask.window(5, 0), score.softcap(2.0)),
+        (mask.document(torch.arange(30) // 8) & mask.causal(), score.alibi(torch.tensor([0.5, 0.25]))),
+        (mask.prefix(4) | mask.causal(), score.bias(torch.randn(2, 30, 30)).then(score.softcap(3.0))),
+    ],
+    ids=["window", "document", "prefix"],
+)
+def test_masks_and_scores(path, the_mask, the_score):
+    check(path, Case(1, 2, 1, 30, 30, 16), mask=the_mask, score=the_score)
+
+
 def _every_third(where, q_idx, k_idx, args):
     return (k_idx + q_idx) % 3 == 0
 
@@ -162,8 +187,7 @@ def test_sinks(path):
 
 
 def test_dropout(path):
-    dropout = Dropout(0.3, torch.tensor([7], device=PATHS[path][2]))
-    check(path, Case(1, 2, 1, 30, 40, 16, is_causal=True), dropout=dropout)
+    check(path, Case(1, 2, 1, 30, 40, 16, is_causal=True), dropout=Dropout(0.3, torch.tensor([7])))
 
 
 def test_packed_sequences_equal_each_by_itself(path):
