@@ -1,5 +1,11 @@
 """Scores in the kernels, in the interpreter or on a GPU: outputs and gradients, those to their tensors included."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -175,6 +181,39 @@ def test_bias_by_position_past_the_last_tile(seqlen):
     """A slope of -1 makes hidden logits the largest; where the last tile is not whole, gradients must stay finite."""
     check(Case(1, 1, 1, seqlen, seqlen, 64, dtype=torch.bfloat16), alibi(torch.tensor([-1.0])),
           mask_value=mask.causal())  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (softcap(30.0), softcap(50.0)),
+        (alibi(torch.rand(3)), alibi(torch.rand(5))),
+        (bias(torch.rand(7, 9)).then(softcap(2.0)), bias(torch.rand(13, 11)).then(softcap(3.0))),
+    ],
+    ids=["softcap", "alibi", "bias"],
+)
+def test_new_numbers_compile_nothing(one, other):
+    """The functions are the same objects, and the arguments of the same types."""
+
+    def kinds(value):
+        if isinstance(value, tuple):
+            return [kinds(item) for item in value]
+        return value if hasattr(value, "fn") else type(value)
+
+    assert kinds(one.on_device()) == kinds(other.on_device())
+
+
+def test_kernels_compile():
+    """The passes with every score and the gradient kernel, for sm_80 and sm_90."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernel.compile_scores", "sm_80", "sm_90"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert [result for result in results if "error" in result or not result["fits"]] == []
+    # A few bytes: the walk over a table's buckets. (What the passes spill with a score is theirs to bound.)
+    assert [r for r in results if r["kernel"] == "score_gradient_kernel" and r["spilled"] > 64] == []
 
 
 @pytest.mark.gpu
