@@ -10,17 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import triton
-from triton.compiler import ASTSource
-from triton.runtime.jit import find_paths_if
+import torch
 
-from flashtile.kernel import flash_attention_jvp, flash_attention_statistics, launch
-from flashtile.kernel.tile import sizes
-from tests.kernel.offline import DTYPES, MASKS, report, target_of
+from flashtile.kernel import flash_attention_jvp, flash_attention_statistics
+from flashtile.kernel.launch import LaunchConfig
+from tests.kernel.offline import DTYPES, MASKS, compile_launch, launches, report
 
 
 class Job(NamedTuple):
-    """One compilation: a kernel with its own launch configuration, or with the numbers of ``config``."""
+    """One compilation: "jvp", "columns", "rows" or "chosen_rows", as launched (or with the numbers of ``config``)."""
 
     kernel: str
     arch: str
@@ -31,78 +29,26 @@ class Job(NamedTuple):
     config: tuple[int, int, int, int] | None = None
 
 
-def config_of(job: Job) -> launch.LaunchConfig:
-    """Return the launch configuration that the host function would take."""
-    if job.config:
-        return launch.LaunchConfig(*job.config)
-    dtype = DTYPES[job.dtype]
+def call(job: Job) -> Any:
+    """Call the host function of a job with every optional tensor given."""
+    q, k, v, o = (torch.empty(2, 2, 1024, job.head_dim, dtype=DTYPES[job.dtype]) for _ in range(4))
+    lse, rows = torch.zeros(2, 2, 1024), torch.arange(100)
+    rules: dict[str, Any] = {"softmax_scale": 0.1, "mask": MASKS[job.mask]()}
+    rules["config"] = LaunchConfig(*job.config) if job.config else None
     if job.kernel == "jvp":
-        return launch.lookup("jvp", job.arch, job.head_dim, job.head_dim, dtype)
-    return flash_attention_statistics.launch_config(job.kernel, job.arch, job.head_dim, dtype)
-
-
-def compile_job(job: Job) -> Any:
-    """Compile as a launch on contiguous, 16-byte aligned tensors with every optional one given would."""
-    config = config_of(job)
-    if job.kernel == "jvp":
-        fn, constants = flash_attention_jvp.jvp_kernel, sizes(job.head_dim, job.head_dim, config)
-    else:
-        fn = flash_attention_statistics.KERNELS[job.kernel]
-        constants = flash_attention_statistics.constants(job.kernel, job.head_dim, config, job.top_k)
-    absent = ("score", "packed", "dropout", "tiles")
-    values: dict[str, Any] = {
-        "mask": MASKS[job.mask]().on_device(),
-        **dict.fromkeys((*absent, "row_stride")),
-        **constants,
-    }
-    copy_engine = job.arch.startswith("sm_") and int(job.arch[3:]) >= 90
-    pointers = {"o": f"*{job.dtype}", "to": f"*{job.dtype}", "row_index": "*i64", "top_index": "*i64"}
-    signature: dict[str, Any] = {}
-    for name in fn.arg_names:
-        stem, _, kind = name.rpartition("_")
-        rows = config.block_n if stem in ("k", "v", "tk", "tv") else config.block_m
-        described = copy_engine and job.dtype != "fp32" and job.head_dim in (16, 32, 64, 128, 256)
-        if name == "mask":
-            functions = dict.fromkeys(("predicate", "key_range", "query_range"), "constexpr")
-            signature[name] = values["mask"]._replace(args=(), **functions)
-        elif name in constants or name in absent or (name == "row_stride" and copy_engine):
-            signature[name] = "constexpr"
-        elif name == "softmax_scale":
-            signature[name] = "fp32"
-        elif kind == "src" and stem in ("lse_log2", "weights"):
-            signature[name] = f"tensordesc<fp32[1, {config.block_m}]>" if copy_engine else "*fp32"
-        elif kind == "src":
-            signature[name] = f"tensordesc<{job.dtype}[1, 1, {rows}, {job.head_dim}]>" if described else f"*{job.dtype}"
-        elif kind == "strides":
-            signature[name] = () if described and f"{stem}_src" in fn.arg_names else ("i32", "i32", "i32", "constexpr")
-        elif kind == "ptr":
-            signature[name] = pointers.get(stem, "*fp32")
-        else:
-            signature[name] = "i32"
-    constexprs = {}
-    for path in find_paths_if(list(signature.values()), lambda _, value: value == "constexpr"):
-        name = fn.arg_names[path[0]]
-        value = values.get(name, 1)  # the strides' last entry is 1
-        for index in path[1:] if name in values else ():
-            value = value[index]
-        constexprs[path] = value
-    aligned = [["tt.divisibility", 16]]
-    attributes = {(i,): aligned for i, name in enumerate(fn.arg_names) if str(signature[name]).startswith("*")}
-    if job.head_dim % 16 == 0:
-        attributes |= {
-            (i, j): aligned
-            for i, name in enumerate(fn.arg_names)
-            if name.endswith("_strides") and signature[name]
-            for j in range(3)
-        }
-    source = ASTSource(fn, signature, constexprs, attributes)
-    return triton.compile(source, target=target_of(job.arch), options=config.options())
+        return flash_attention_jvp.jvp(q, k, v, q, k, v, o, lse, **rules)
+    if job.kernel == "columns":
+        return flash_attention_statistics.column_sums(q, k, lse, weights=lse, **rules)
+    if job.kernel == "rows":
+        return flash_attention_statistics.row_statistics(q, k, lse, top_k=job.top_k, **rules)
+    return flash_attention_statistics.chosen_rows(q, k, lse, rows, **rules)
 
 
 def run(job: Job) -> dict[str, Any]:
     """Compile one job; return its report, or the error's text."""
     try:
-        return report(compile_job(job))._asdict()
+        (launched,) = launches(job.arch, lambda: call(job))
+        return report(compile_launch(launched, job.arch))._asdict()
     except Exception as error:
         return {"error": f"{error!r}; from {error.__cause__!r}"}
 

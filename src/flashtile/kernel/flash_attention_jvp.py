@@ -185,7 +185,8 @@ def jvp(
         num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m, False)
         device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, False)
         args = (
-            *sources, o, lse.contiguous(), to, tlse, *strides, o.stride(), to.stride(), seqlen_q,
+            *sources, o, lse.contiguous(), to, tlse,
+            *strides, launcher.strides_of(o), launcher.strides_of(to), seqlen_q,
             softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, packed,
             device_mask, score.on_device() if score else None, launcher.dropout_on_device(dropout), tiles,
         )  # fmt: skip

@@ -244,19 +244,6 @@ def chosen_rows_kernel(
 
 # ------------------------------------------------------------------------------------------------------------- host
 
-KERNELS = {"columns": column_sums_kernel, "rows": row_statistics_kernel, "chosen_rows": chosen_rows_kernel}
-
-
-def launch_config(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> launch.LaunchConfig:
-    """Return the launch configuration of one of KERNELS: that of the gradient kernel that owns the same tiles."""
-    return launch.lookup("backward_dkdv" if kernel == "columns" else "backward_dq", arch, head_dim, head_dim, dtype)
-
-
-def constants(kernel: str, head_dim: int, config: launch.LaunchConfig, top_k: int = 0) -> dict[str, Any]:
-    """Return the compile-time arguments that end the parameter list of one of KERNELS, in their order."""
-    common = {name: value for name, value in sizes(head_dim, head_dim, config).items() if not name.endswith("_V")}
-    return common | {"TOP_K": triton.next_power_of_2(top_k) if top_k else 0} if kernel == "rows" else common
-
 
 def column_sums(
     q: torch.Tensor,
@@ -277,7 +264,7 @@ def column_sums(
     sums = q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
     if sums.numel() == 0 or q.shape[2] == 0:
         return sums
-    config = config or launch_config("columns", launch.arch_of(q.device), q.shape[3], q.dtype)
+    config = config or _config("backward_dkdv", q)
     lse_log2 = lse * LOG2E.value
     lse_log2 = torch.where(lse_log2.abs() < HUGE_LOGIT.value, lse_log2, torch.inf)  # as in tile.lse_to_log2
     with launch.on_device(q.device):
@@ -289,7 +276,7 @@ def column_sums(
             *_scalars(q, k, softmax_scale), *_values(mask, score, softmax_scale, q, k, config, True),
         )  # fmt: skip
         programs: Any = triton.cdiv(k.shape[2], config.block_n) * q.shape[1] * q.shape[0]
-        launcher.run(column_sums_kernel, programs, q.device, args, constants("columns", q.shape[3], config), config)
+        launcher.run(column_sums_kernel, programs, q.device, args, _constants(q, config), config)
     return sums
 
 
@@ -311,13 +298,12 @@ def row_statistics(
     top_k)``: the largest probabilities in falling order and their keys, among equals the lower index first; 0 and -1
     where a query sees fewer keys. Arguments as in ``column_sums``.
     """
-    seqlen_q, head_dim = q.shape[2:]
     entropies = q.new_zeros(q.shape[:3], dtype=torch.float32) if entropy else None
     values = q.new_zeros((*q.shape[:3], top_k), dtype=torch.float32) if top_k else None
     indices = q.new_full((*q.shape[:3], top_k), -1, dtype=torch.int64) if top_k else None
     if 0 in q.shape or k.shape[2] == 0 or not (entropy or top_k):
         return entropies, values, indices
-    config = config or launch_config("rows", launch.arch_of(q.device), head_dim, q.dtype)
+    config = config or _config("backward_dq", q)
     with launch.on_device(q.device):
         q_src, q_strides = launcher.operand(q, config.block_m)
         k_src, k_strides = launcher.operand(k, config.block_n)
@@ -325,9 +311,9 @@ def row_statistics(
             q_src, k_src, lse.contiguous(), entropies, values, indices, q_strides, k_strides,
             *_scalars(q, k, softmax_scale), top_k, *_values(mask, score, softmax_scale, q, k, config, False),
         )  # fmt: skip
-        programs: Any = triton.cdiv(seqlen_q, config.block_m) * q.shape[1] * q.shape[0]
-        compiled_for = constants("rows", head_dim, config, top_k)
-        launcher.run(row_statistics_kernel, programs, q.device, args, compiled_for, config)
+        programs: Any = triton.cdiv(q.shape[2], config.block_m) * q.shape[1] * q.shape[0]
+        constants = _constants(q, config) | {"TOP_K": triton.next_power_of_2(top_k) if top_k else 0}
+        launcher.run(row_statistics_kernel, programs, q.device, args, constants, config)
     return entropies, values, indices
 
 
@@ -350,7 +336,7 @@ def chosen_rows(
     p = q.new_zeros((*q.shape[:2], rows.numel(), k.shape[2]), dtype=torch.float32)
     if p.numel() == 0:
         return p
-    config = config or launch_config("chosen_rows", launch.arch_of(q.device), q.shape[3], q.dtype)
+    config = config or _config("backward_dq", q)
     gathered, lse = q.index_select(2, rows), lse.index_select(2, rows)
     with launch.on_device(q.device):
         q_src, q_strides = launcher.operand(gathered, config.block_m)
@@ -362,8 +348,18 @@ def chosen_rows(
         )  # fmt: skip
         tiles: Any = triton.cdiv(rows.numel(), config.block_m) * triton.cdiv(k.shape[2], config.block_n)
         programs = tiles * q.shape[1] * q.shape[0]
-        launcher.run(chosen_rows_kernel, programs, q.device, args, constants("chosen_rows", q.shape[3], config), config)
+        launcher.run(chosen_rows_kernel, programs, q.device, args, _constants(q, config), config)
     return p
+
+
+def _config(kernel: str, q: torch.Tensor) -> launch.LaunchConfig:
+    """Return the launch configuration of the gradient kernel that owns the same tiles."""
+    return launch.lookup(kernel, launch.arch_of(q.device), q.shape[3], q.shape[3], q.dtype)
+
+
+def _constants(q: torch.Tensor, config: launch.LaunchConfig) -> dict[str, Any]:
+    """Return the compile-time arguments that end every parameter list here, in their order."""
+    return {name: value for name, value in sizes(q.shape[3], q.shape[3], config).items() if not name.endswith("_V")}
 
 
 def _scalars(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> tuple:
