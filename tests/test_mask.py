@@ -126,6 +126,9 @@ def test_predicate_is_the_same_on_tensors(value: Mask, seqlen_q: int, seqlen_k: 
     assert got.dtype == torch.bool
     want = [visible(value, place) for place in places(seqlen_q, seqlen_k)]
     assert got.flatten(0, 1).tolist() == want
+    # The backward pass for keys has its tiles transposed.
+    transposed = value.predicate(where, q_idx.mT, k_idx.mT, value.args).expand(BATCH, HEADS, seqlen_k, seqlen_q)
+    assert transposed.mT.flatten(0, 1).tolist() == want
 
 
 @all_masks

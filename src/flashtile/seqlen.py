@@ -76,5 +76,19 @@ def _wide_on_device(x):
     return x.to(tl.int64)
 
 
+def along_rows(index: Any) -> bool:
+    """Return whether a tile's index differs from row to row, ``(..., rows, 1)``; reading tables at it is cheap then."""
+    return isinstance(index, torch.Tensor) and index.ndim >= 2 and index.shape[-1] == 1
+
+
+def _along_rows_on_device(index):
+    return index.shape[len(index.shape) - 1] == 1
+
+
 # What ``mask.jitted`` puts in place of each function.
-ON_DEVICE = {gather: _gather_on_device, select: _select_on_device, wide: _wide_on_device}
+ON_DEVICE = {
+    gather: _gather_on_device,
+    select: _select_on_device,
+    wide: _wide_on_device,
+    along_rows: _along_rows_on_device,
+}

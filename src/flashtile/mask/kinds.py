@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile.mask.value import Mask, full_predicate
-from flashtile.seqlen import gather, select, wide
+from flashtile.seqlen import along_rows, gather, select, wide
 
 # A block of this many entries holds any sequence; twice it is still an int32.
 EVERYTHING = 2**30
@@ -207,21 +207,36 @@ def _first_keys_mask(name: str, lengths: Any) -> Mask:
 # --- documents --------------------------------------------------------------------------------------------------------
 
 
-# Per key position p, five tables: the document's first position, which stands for the document; bounds of the hulls of
-# all documents that have a position from p on, or up to p; start and end of p's run of equal ids.
+# args 0 to 4 are tables with a number per key position p: the first position of its document, which stands for the
+# document; bounds of the hulls of all documents that have a position from p on, or up to p; start and end of p's run of
+# equal ids. Then the length of a row, the distance between rows, the number of entries; and 1 if each document lies in
+# one piece.
 def _entry(where, position, args, table):
     return gather(args[table], where.batch * args[6] + max(min(position, args[5] - 1), 0), args[7])
 
 
-def _entries(where, position, args):
-    # A position is never past the table in a sequence that the ids were made for.
-    return gather(args[0], where.batch * args[6] + select(position < args[5], position, args[5] - 1), args[7])
+def _entries(where, position, args, table):
+    inside = select(position < 0, 0, select(position < args[5], position, args[5] - 1))
+    return gather(args[table], where.batch * args[6] + inside, args[7])
+
+
+def _in_same_document(where, position, k_idx, args):
+    return _entries(where, position, args, 0) == _entries(where, k_idx, args, 0)
 
 
 def _document_predicate(where, q_idx, k_idx, args):
     position = q_idx + (where.seqlen_k - where.seqlen_q)
-    inside = position >= 0
-    return inside & (_entries(where, select(inside, position, 0), args) == _entries(where, k_idx, args))
+    if along_rows(k_idx):
+        # The backward pass for keys has no registers left for a table read along its columns (it spilled 568 bytes at
+        # head_dim 64 on sm_90). If each document is in one piece, start and end of each key's tell as much.
+        if gather(args[8], 0, 1) != 0:
+            start, end = _entries(where, k_idx, args, 3), _entries(where, k_idx, args, 4)
+            visible = (position >= start) & (position < end)
+        else:
+            visible = _in_same_document(where, position, k_idx, args)
+    else:
+        visible = _in_same_document(where, position, k_idx, args)
+    return visible & (position >= 0)
 
 
 def _document_key_range(where, q_lo, q_hi, args):
@@ -246,16 +261,18 @@ def document(ids: Tensor) -> Mask:
     first key sees nothing. Add ``& causal()`` for packed training.
     """
     ids = _integers("ids", ids, (1, 2), keep_dtype=True)
-    tables = _document_tables(ids.reshape(-1, ids.shape[-1]))
+    *tables, in_one_piece = _document_tables(ids.reshape(-1, ids.shape[-1]))
     rows, length = tables[0].shape
     stride = length if ids.ndim == 2 and rows > 1 else 0
     functions = (_document_predicate, _document_key_range, _document_query_range)
     sizes = ((rows, 1) if stride else None, None, None, None)
-    return Mask(f"document(ids of {_shape(ids)})", *functions, (*tables, length, stride, rows * length), sizes)
+    args = (*tables, length, stride, rows * length, in_one_piece)
+    return Mask(f"document(ids of {_shape(ids)})", *functions, args, sizes)
 
 
 def _document_tables(ids: Tensor) -> tuple[Tensor, ...]:
-    """Return (first, lo, hi, run_start, run_end), int32 ``(batch, seqlen)``, without waiting for the device."""
+    """Return (first, lo, hi, run_start, run_end), int32 ``(batch, seqlen)``, and whether every document is in one
+    piece, int32 ``(1,)``, without waiting for the device."""
     length = ids.shape[1]
     # Equal ids side by side, in their order: each document is one piece of the sorted row.
     ordered, order = ids.sort(dim=1, stable=True)
@@ -269,8 +286,9 @@ def _document_tables(ids: Tensor) -> tuple[Tensor, ...]:
     # Positions past the end belong to the last document.
     belongs_to_last = first == first[:, -1:]
     hi = torch.where(belongs_to_last.cumsum(dim=1) > 0, EVERYTHING, hi)
+    in_one_piece = (run_start == first).all().reshape(1)
     run_end = torch.where(run_end == length, EVERYTHING, run_end)
-    return tuple(t.to(torch.int32).contiguous() for t in (first, lo, hi, run_start, run_end))
+    return tuple(t.to(torch.int32).contiguous() for t in (first, lo, hi, run_start, run_end, in_one_piece))
 
 
 def _pieces(ids: Tensor) -> tuple[Tensor, Tensor]:
