@@ -126,6 +126,20 @@ def test_explain_of_tensors(plain_cpu):
     assert "asked for" in flashtile.explain(q, q, q, backend="cpu")
 
 
+def test_explain_names_what_a_request_carries(plain_cpu):
+    q = torch.empty(2, 4, 9, 16)
+    softcap = flashtile.score.softcap(30.0)
+    text = explain(q, q, q, is_causal=True, mask=flashtile.mask.window(3, 0), score=softcap, dropout_p=0.1)
+    assert "float32 on cpu, mask window(3, 0), causal, score softcap, dropout 0.1" in text
+    assert "causal, sinks" in explain(q, q, q, is_causal=True, sinks=torch.zeros(4))
+    assert "a mask of (9, 9)" in explain(q, q, q, mask=torch.ones(9, 9, dtype=torch.bool))
+
+
+@needs_triton
+def test_wide_heads_have_a_forward_launch_only(plain_cpu):
+    assert set(select(problem("cuda", "sm_90", torch.bfloat16, head_dim=512, head_dim_v=512)).launch) == {"forward"}
+
+
 def test_explain_checks_its_tensors():
     q = torch.empty(2, 4, 9, 16)
     with pytest.raises(ValueError, match="head_dim"):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from flashtile import flash_attention, mask, score
+from flashtile import FlashAttention, flash_attention, mask, score
 from flashtile.dropout import Dropout
 from tests.reference import Case, Result, assert_accurate, assert_result_accurate, max_error, plain, reference
 from tests.test_attention import everywhere, everywhere_and_interpreted, interpreter, leaves
@@ -282,6 +282,8 @@ def test_wide_heads_are_served_forward():
     q.requires_grad_()
     with pytest.raises(NotImplementedError, match="head_dim 576 and head_dim_v 512 are served forward only"):
         flash_attention(q, k, v)
+    with pytest.raises(NotImplementedError, match="served forward only"):
+        FlashAttention.apply(q, k, v)
     with torch.no_grad():
         flash_attention(q, k, v, backend="cpu")
     flash_attention(q, k, v, differentiable_twice=True).sum().backward()
@@ -436,3 +438,24 @@ def test_forward_mode_says_what_it_lacks():
         torch.func.jvp(lambda q: flash_attention(q, q, q, dropout_p=0.5, backend="cpu"), (q,), (q,))
     with pytest.raises(NotImplementedError, match="sinks or a score's tensors"):
         torch.func.jvp(lambda s: flash_attention(q, q, q, sinks=s, backend="cpu"), (torch.ones(2),), (torch.ones(2),))
+
+
+# ------------------------------------------------------------------------------------------------------------- strides
+
+
+@everywhere_and_interpreted
+def test_strides_and_lazy_signs_of_other_tensors_change_nothing(device, backend):
+    q, k, v, do, dlse = Case(1, 4, 2, 9, 11, 8).tensors(device=device)
+    sinks, bias = torch.randn(4, device=device), torch.randn(1, 4, 9, 11, device=device)
+    strided = torch.stack([sinks, sinks], 1)[:, 0], bias.transpose(2, 3).contiguous().transpose(2, 3)
+    negated = tuple(torch.complex(torch.zeros_like(t), -t).conj().imag for t in (sinks, bias))
+    assert negated[0].is_neg()
+    results = []
+    for s, b in ((sinks, bias), strided, negated):
+        s, b = leaves(s, b)
+        got, (dbias,) = run(q, k, v, do, dlse, (b,), sinks=s, score=score.bias(b), backend=backend)
+        results.append((*got, got.dsinks, dbias))
+        with torch.no_grad():
+            assert torch.equal(flash_attention(q, k, v, sinks=s, score=score.bias(b), backend=backend), got.o)
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))

@@ -271,3 +271,14 @@ def test_empty_queries_beside_long_keys(head_dim):
     got = check(tensors, cumulative(lengths_q, "cuda"), cumulative(lengths_k, "cuda"), is_causal=False)
     for t in (got.dk, got.dv):
         assert torch.count_nonzero(t[:2538]) == torch.count_nonzero(t[5120:]) == 0
+
+
+@everywhere_and_interpreted
+def test_strides_change_nothing(device, backend):
+    q, k, v, do = packed([5, 9], [5, 9], tail=0, device=device)
+    cu = cumulative([5, 9], device)
+    want = run(q, k, v, do, cu, cu, is_causal=True, backend=backend)
+    apart = torch.stack([cu, -cu], 1)[:, 0]
+    fused = torch.stack([k, v], 1)
+    got = run(q, fused[:, 0], fused[:, 1], do, apart, apart, is_causal=True, backend=backend)
+    assert all(map(torch.equal, got, want))

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashtile import mask as masks
 from flashtile import ops
@@ -14,7 +15,7 @@ from flashtile.kernel import check, check_features, twice
 from flashtile.kernel.autograd import FlashAttention, attend, autocasts, cast_for_autocast
 from flashtile.kernel.check_features import checked
 from flashtile.kernel.layout import as_4d
-from flashtile.kernel.rules import CAUSAL, Rules, also_causal
+from flashtile.kernel.rules import CAUSAL, Rules, also_causal, rules_of
 from flashtile.mask import Mask
 from flashtile.score import Score
 from flashtile.seqlen import Seqlens
@@ -319,6 +320,7 @@ def flash_attention_varlen(
                             return_max_logits=return_max_logits)  # fmt: skip
     seqlens = Seqlens(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     check_features.seqlens_fit(seqlens, max_seqlen_q, max_seqlen_k, q, k)
+    seqlens = Seqlens(*(t if t is None or t.is_contiguous() else t.contiguous() for t in seqlens[:4]))
     options = _Options(is_causal, mask, score, softmax_scale, sinks, dropout_p, generator, backend)
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     o, lse, max_logits = _attend(q, k, v, options, seqlens, differentiable_twice, return_max_logits)
@@ -387,6 +389,8 @@ def _rules(q: Tensor, k: Tensor, options: _Options, seqlens: Seqlens | None) -> 
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     rules = Rules(scale, mask, score, sinks, None, seqlens, backend)
     check_features.rules_fit(rules, q, k)
+    if sinks is not None and not sinks.is_contiguous():
+        rules = rules._replace(sinks=sinks.contiguous())
     if dropout_p == 0:
         return rules
     if torch.compiler.is_compiling():  # which has no rule for random_ (of draw_seed)
@@ -399,12 +403,14 @@ def _rules(q: Tensor, k: Tensor, options: _Options, seqlens: Seqlens | None) -> 
 def _once(q: Tensor, k: Tensor, v: Tensor, rules: Rules, return_max_logits: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The fused passes, differentiable once."""
     scale, key, ints, floats, _, *tensors = arguments = ops.arguments(rules, return_max_logits)
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return ops.ForwardWithRules.apply(q, k, v, *arguments)  # pyright: ignore[reportReturnType]
     if _must_be_an_operator(q, k, v):
         return ops.forward_with_rules(q, k, v, scale, key, ints, ops.as_tensors(floats), return_max_logits, tensors)
-    if q.is_neg() or k.is_neg() or v.is_neg():  # negated lazily (conj().imag): kernels would read the wrong sign
-        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    if any(t.is_neg() for t in (q, k, v, *tensors)):  # negated lazily (conj().imag): kernels would read the wrong sign
+        q, k, v, *tensors = (t.resolve_neg() for t in (q, k, v, *tensors))
+        arguments = (*arguments[:5], *tensors)
+        rules = rules_of(key, scale, tensors, ints, floats)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *tensors)):
         return ops.ForwardWithRules.apply(q, k, v, *arguments)  # pyright: ignore[reportReturnType]
     return ops.run_forward(q, k, v, rules, return_max_logits)
@@ -427,7 +433,7 @@ def _must_be_an_operator(q: Tensor, k: Tensor, v: Tensor) -> bool:
         or torch._C._get_tracing_state() is not None
         or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         or q.is_meta
-        or torch.autograd.forward_ad._current_level >= 0
+        or forward_ad._current_level >= 0
     )
 
 
@@ -439,7 +445,7 @@ def _operator(
     check.attention_inputs(q, k, v)
     check.options(is_causal, softmax_scale)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     operator: Any = ops.Forward.apply if transformed else ops.forward
     o, lse = operator(as_4d(q), as_4d(k), as_4d(v), scale, is_causal, backend)
     if q.ndim == 4:

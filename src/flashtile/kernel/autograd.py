@@ -44,9 +44,17 @@ def _cast(t: Any, dtype: torch.dtype) -> Any:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, softmax_scale: float | None, backend: str | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    softmax_scale: float | None,
+    backend: str | None,
+    needs: Sequence[bool] = (),
 ) -> tuple[tuple[Tensor, ...], tuple[float, bool, str | None]]:
     """Check the arguments and run the forward pass at any rank; nothing is recorded.
+
+    ``needs`` says which of q, k, v will get gradients.
 
     Returns ``(q, k, v, o, lse), (softmax_scale, is_causal, backend)`` as they were used, for ``differentiate``: under
     autocast q, k, v are the cast tensors.
@@ -54,8 +62,8 @@ def attend(
     if autocasts(q):
         q, k, v = cast_for_autocast(q, k, v)
         with torch.autocast(q.device.type, enabled=False):
-            return attend(q, k, v, is_causal, softmax_scale, backend)
-    check.attention_inputs(q, k, v)
+            return attend(q, k, v, is_causal, softmax_scale, backend, needs)
+    check.attention_inputs(q, k, v, needs=needs)
     check.options(is_causal, softmax_scale)
     options = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale), is_causal, backend
     run: Any = forward
@@ -105,7 +113,8 @@ def forward(
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(o, lse)`` from the backend that serves the request; q, k, v are checked and 4-D."""
-    return run_forward(q, k, v, Rules(softmax_scale, _mask(is_causal), backend=backend))
+    plan = select(Problem.of(q, k, v, is_causal), backend)
+    return load(plan.backend).forward(q, k, v, softmax_scale=softmax_scale, mask=_mask(is_causal))
 
 
 def backward(
@@ -121,8 +130,10 @@ def backward(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(dq, dk, dv)`` from the backend that served the forward pass; every tensor is 4-D (lse 3-D)."""
-    rules = Rules(softmax_scale, _mask(is_causal), backend=backend)
-    return run_backward(*_given(do, o, dlse), q, k, v, o, lse, rules)
+    plan = select(Problem.of(q, k, v, is_causal), backend)
+    do, dlse = _given(do, o, dlse)
+    mask_ = _mask(is_causal)
+    return load(plan.backend).backward(do, q, k, v, o, lse, dlse, softmax_scale=softmax_scale, mask=mask_)
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules, max_logits: Tensor | None = None) -> tuple:
@@ -211,9 +222,7 @@ class FlashAttention(torch.autograd.Function):
         return_lse: bool = False,
         backend: str | None = None,
     ) -> Any:
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            check.with_gradients(q, v)
-        saved, ctx.options = attend(q, k, v, is_causal, softmax_scale, backend)
+        saved, ctx.options = attend(q, k, v, is_causal, softmax_scale, backend, ctx.needs_input_grad)
         # Under autocast these are cast tensors; autograd returns each gradient in its input's dtype.
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)

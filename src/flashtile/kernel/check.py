@@ -6,6 +6,7 @@ Each message names the argument, the value met and the value wanted.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ WIDEST_HEAD_DIM, WIDEST_HEAD_DIM_V = 576, 512  # forward
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
-def attention_inputs(q: Any, k: Any, v: Any, *, any_gradient: bool = False) -> None:
+def attention_inputs(q: Any, k: Any, v: Any, *, any_gradient: bool = False, needs: Sequence[bool] = ()) -> None:
     """Raise unless q ``(..., heads_q, seqlen_q, head_dim)`` may attend to k and v.
 
     k ``(..., heads_kv, seqlen_k, head_dim)``, v ``(..., heads_kv, seqlen_k, head_dim_v)``, with the same leading
     dimensions, heads_q a multiple of heads_kv, and one dtype and one device for all three. ``any_gradient``: heads that
-    the passes serve forward only may require gradients.
+    the passes serve forward only may require gradients; ``needs``: which of q, k, v do, where autograd knows better.
 
     Raises TypeError for what is no dense tensor and for dtypes, ValueError for shapes and devices.
     """
@@ -37,7 +38,7 @@ def attention_inputs(q: Any, k: Any, v: Any, *, any_gradient: bool = False) -> N
     _dtypes(q, k, v)
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}, but want one device")
-    _shapes(q, k, v, any_gradient)
+    _shapes(q, k, v, any_gradient, needs)
 
 
 def _dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -47,7 +48,7 @@ def _dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise TypeError(f"q, k, v have dtype {q.dtype}, but want float16, bfloat16, float32 or float64")
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor, any_gradient: bool) -> None:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, any_gradient: bool, needs: Sequence[bool]) -> None:
     if not q.ndim == k.ndim == v.ndim:
         raise ValueError(
             f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions, but want the same number: {_all(q, k, v)}"
@@ -74,22 +75,13 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, any_gradient: bool) -> None:
         raise ValueError(f"q and k have head_dim {head_dim}, but want 1 to {WIDEST_HEAD_DIM}: {_all(q, k, v)}")
     if not 1 <= head_dim_v <= WIDEST_HEAD_DIM_V:
         raise ValueError(f"v has head_dim_v {head_dim_v}, but wants 1 to {WIDEST_HEAD_DIM_V}: {_all(q, k, v)}")
-    if (
-        (head_dim > MAX_HEAD_DIM or head_dim_v > MAX_HEAD_DIM)
-        and not any_gradient
-        and torch.is_grad_enabled()
-        and (q.requires_grad or k.requires_grad or v.requires_grad)
-    ):
-        with_gradients(q, v)
-
-
-def with_gradients(q: Tensor, v: Tensor) -> None:
-    """Raise NotImplementedError for heads that have no backward pass."""
-    if q.shape[-1] > MAX_HEAD_DIM or v.shape[-1] > MAX_HEAD_DIM:
-        raise NotImplementedError(
-            f"head_dim {q.shape[-1]} and head_dim_v {v.shape[-1]} are served forward only; with gradients both want at "
-            f"most {MAX_HEAD_DIM} (or torch.no_grad(), or differentiable_twice=True)"
-        )
+    if (head_dim > MAX_HEAD_DIM or head_dim_v > MAX_HEAD_DIM) and not any_gradient:
+        recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if recorded or any(needs[:3]):
+            raise NotImplementedError(
+                f"head_dim {head_dim} and head_dim_v {head_dim_v} are served forward only; with gradients both want at "
+                f"most {MAX_HEAD_DIM} (or torch.no_grad(), or differentiable_twice=True)"
+            )
 
 
 def options(is_causal: Any, softmax_scale: Any) -> None:
