@@ -36,7 +36,7 @@ BAD: dict[str, tuple[Any, Any, tuple[str, ...]]] = {  # name: (options; error; w
     "mask-device": (
         {"mask": mask.key_padding([1, 2]).to(META)},
         ValueError,
-        ("key_padding", "tensor on meta", "wants cpu like q"),
+        ("key_padding", "tensor on meta", "wants cpu"),
     ),
     "score-tensor": (
         {"score": torch.zeros(8, 9)},

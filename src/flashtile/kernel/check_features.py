@@ -83,7 +83,7 @@ def rules_fit(rules: Rules, q: Tensor, k: Tensor) -> None:
     batch, heads_q, seqlen_q, seqlen_k = *q.shape[:3], k.shape[2]
     lengths: tuple[Any, Any] = (seqlen_q, seqlen_k) if seqlens is None else (None, None)
     batch = batch if seqlens is None else seqlens.cu_seqlens_q.shape[0] - 1
-    _mask_fits(rules.mask, (batch, heads_q, *lengths), q.device)
+    rules.mask.check(batch, heads_q, *lengths, q.device)
     if rules.score is not None:
         rules.score.check(batch, heads_q, *lengths, q.device)
     sinks = rules.sinks
@@ -94,20 +94,6 @@ def rules_fit(rules: Rules, q: Tensor, k: Tensor) -> None:
             raise TypeError(f"sinks has dtype {sinks.dtype}, but wants a floating-point one")
         if sinks.device != q.device:
             raise ValueError(f"sinks is on {sinks.device}, but wants {q.device} like q")
-
-
-def _mask_fits(mask: Mask, sizes: tuple, device: torch.device) -> None:
-    for arg in mask.args:
-        if isinstance(arg, Mask):
-            _mask_fits(arg, sizes, device)
-        elif isinstance(arg, Tensor) and arg.device != device:
-            raise ValueError(f"mask {mask.name} has a tensor on {arg.device}, but wants {device} like q")
-    for name, met, size in zip(("batch", "heads_q", "seqlen_q", "seqlen_k"), sizes, mask.sizes, strict=True):
-        if size is None or met is None:
-            continue
-        if -(-met // size[1]) != size[0]:
-            made_for = f"{size[0]}" if size[1] == 1 else f"{size[0]} blocks of {size[1]}"
-            raise ValueError(f"mask {mask.name} is made for {name} {made_for}, but the tensors have {name} {met}")
 
 
 def packed_inputs(q: Any, k: Any, v: Any) -> None:
