@@ -15,7 +15,7 @@ from flashtile.kernel import check, check_features, twice
 from flashtile.kernel.autograd import FlashAttention, attend, autocasts, cast_for_autocast
 from flashtile.kernel.check_features import checked
 from flashtile.kernel.layout import as_4d
-from flashtile.kernel.rules import CAUSAL, Rules, also_causal, rules_of
+from flashtile.kernel.rules import CAUSAL, Rules, also_causal, resolved
 from flashtile.mask import Mask
 from flashtile.score import Score
 from flashtile.seqlen import Seqlens
@@ -402,16 +402,16 @@ def _rules(q: Tensor, k: Tensor, options: _Options, seqlens: Seqlens | None) -> 
 
 def _once(q: Tensor, k: Tensor, v: Tensor, rules: Rules, return_max_logits: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The fused passes, differentiable once."""
-    scale, key, ints, floats, _, *tensors = arguments = ops.arguments(rules, return_max_logits)
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return ops.ForwardWithRules.apply(q, k, v, *arguments)  # pyright: ignore[reportReturnType]
-    if _must_be_an_operator(q, k, v):
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if not transformed and _must_be_an_operator(q, k, v):
+        scale, key, ints, floats, _, *tensors = ops.arguments(rules, return_max_logits)
         return ops.forward_with_rules(q, k, v, scale, key, ints, ops.as_tensors(floats), return_max_logits, tensors)
-    if any(t.is_neg() for t in (q, k, v, *tensors)):  # negated lazily (conj().imag): kernels would read the wrong sign
-        q, k, v, *tensors = (t.resolve_neg() for t in (q, k, v, *tensors))
-        arguments = (*arguments[:5], *tensors)
-        rules = rules_of(key, scale, tensors, ints, floats)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *tensors)):
+    inputs = (q, k, v, *rules.learned())
+    if not transformed and any(t.is_neg() for t in inputs):
+        # Negated lazily (conj().imag): kernels would read the wrong sign.
+        q, k, v, rules = q.resolve_neg(), k.resolve_neg(), v.resolve_neg(), resolved(rules)
+    if transformed or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
+        arguments = ops.arguments(rules, return_max_logits)
         return ops.ForwardWithRules.apply(q, k, v, *arguments)  # pyright: ignore[reportReturnType]
     return ops.run_forward(q, k, v, rules, return_max_logits)
 

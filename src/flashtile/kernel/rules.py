@@ -141,6 +141,12 @@ def _unflatten(structure: Any, tensors: Iterator[Tensor], ints: Iterator[int], f
     return tuple(items) if kind is tuple else kind(*items)
 
 
+def resolved(rules: Rules) -> Rules:
+    """Return rules whose tensors hold their signs themselves."""
+    flat = flatten(rules)
+    return unflatten(rules.softmax_scale, flat._replace(tensors=[t.resolve_neg() for t in flat.tensors]))
+
+
 _structures: dict[str, tuple] = {}
 _keys: dict[tuple, str] = {}
 

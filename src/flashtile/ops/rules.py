@@ -54,7 +54,6 @@ def _rules(scale: float, key: str, ints: Sequence[int], floats: Sequence[Any], t
 
 
 def _forward(q, k, v, scale, key, ints, floats, return_max_logits, tensors) -> tuple[Tensor, Tensor, Tensor]:
-    four_dimensions(q, k, v)
     return run_forward(q, k, v, _rules(scale, key, ints, floats, tensors), return_max_logits)
 
 
@@ -67,13 +66,22 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules, return_max_logits
 
 
 def _backward(do, q, k, v, o, lse, dlse, scale, key, ints, floats, needs, tensors) -> list[Tensor]:
-    four_dimensions(q, k, v)
     return autograd.gradients(do, q, k, v, o, lse, dlse, _rules(scale, key, ints, floats, tensors), needs)
 
 
+def _checked_forward(q, k, v, *args):
+    four_dimensions(q, k, v)
+    return _forward(q, k, v, *args)
+
+
+def _checked_backward(do, q, k, v, *args):
+    four_dimensions(q, k, v)
+    return _backward(do, q, k, v, *args)
+
+
 for _device in DEVICES:
-    library.impl("forward_with_rules", _forward, _device)
-    library.impl("backward_with_rules", _backward, _device)
+    library.impl("forward_with_rules", _checked_forward, _device)
+    library.impl("backward_with_rules", _checked_backward, _device)
 
 
 # ---- fake
