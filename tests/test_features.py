@@ -459,3 +459,50 @@ def test_strides_and_lazy_signs_of_other_tensors_change_nothing(device, backend)
             assert torch.equal(flash_attention(q, k, v, sinks=s, score=score.bias(b), backend=backend), got.o)
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
+
+
+# ---------------------------------------------------------------------------------------------------------- GPU matters
+
+
+@pytest.mark.gpu
+def test_cuda_graph_draws_a_new_seed_at_every_replay():
+    *inputs, do, _ = Case(2, 4, 2, 130, 200, 64, dtype=HALF).tensors(device="cuda")
+    q, k, v = leaves(*inputs)
+    sinks = torch.zeros(4, device="cuda", requires_grad=True)
+
+    def step():
+        o = flash_attention(q, k, v, mask=mask.window(50, 0), sinks=sinks, dropout_p=0.3)
+        return (o, *torch.autograd.grad(o, (q, k, v, sinks), do))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # compiles; capture must not
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    replays = []
+    for _ in range(2):
+        graph.replay()
+        replays.append([t.clone() for t in captured])
+    assert not torch.equal(replays[0][0], replays[1][0])
+    for o, _, _, dv, _ in replays:  # o is linear in v, with the same weights in both passes
+        torch.testing.assert_close((dv.float() * v).sum(), (o.float() * do).sum(), atol=0.5, rtol=0.02)
+
+
+@pytest.mark.gpu
+def test_memory_of_options_is_linear_in_the_length():
+    def peak(seqlen: int, **options) -> int:
+        q, k, v = leaves(*(torch.randn(1, 2, seqlen, 64, device="cuda", dtype=HALF) for _ in range(3)))
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        flash_attention(q, k, v, is_causal=True, **options).float().sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    options: dict[str, Any] = {"score": score.softcap(30.0), "sinks": torch.zeros(2, device="cuda"), "dropout_p": 0.1}
+    peak(1024, **options)
+    assert peak(16384, **options) <= 2.2 * peak(8192, **options)
+    matrix = 2 * 16384**2 * 4
+    assert peak(16384, differentiable_twice=True) <= matrix / 4

@@ -282,3 +282,27 @@ def test_strides_change_nothing(device, backend):
     fused = torch.stack([k, v], 1)
     got = run(q, fused[:, 0], fused[:, 1], do, apart, apart, is_causal=True, backend=backend)
     assert all(map(torch.equal, got, want))
+
+
+LEARNED = {
+    "bias-of-a-sequence": lambda t: score.bias(t),
+    "bias-of-keys": lambda t: score.bias(t),
+    "alibi": score.alibi,
+    "relative": score.relative_position,
+}
+LEARNED_SHAPES = {"bias-of-a-sequence": (3, 4, 1, 1), "bias-of-keys": (1, 21), "alibi": (4,), "relative": (8, 4)}
+
+
+@everywhere_and_interpreted
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_of_a_score_sum_over_the_sequences(name, device, backend):
+    q, k, v, do = packed([5, 0, 13], [7, 4, 21], tail=0, device=device)
+    cu_q, cu_k = cumulative([5, 0, 13], device), cumulative([7, 4, 21], device)
+    grads = []
+    each: Any = ({"backend": backend}, {"differentiable_twice": True})
+    for options in each:
+        torch.manual_seed(0)
+        tensor = torch.randn(LEARNED_SHAPES[name], device=device, requires_grad=True)
+        o = flash_attention_varlen(q, k, v, cu_q, cu_k, is_causal=True, score=LEARNED[name](tensor), **options)
+        grads.append(torch.autograd.grad(o, tensor, do)[0])
+    torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
