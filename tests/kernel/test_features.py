@@ -162,7 +162,8 @@ def test_tile_lists_hold_every_tile_once_and_in_the_right_class():
     shape, block_m, block_n = (1, 3, 100, 130), 16, 32
     i, j = torch.arange(100)[:, None], torch.arange(130)
     for of_keys in (False, True):
-        lists = tile_lists(value.on_device(), shape, block_m, block_n, of_keys, torch.device(DEVICE))
+        config = LaunchConfig(block_m, block_n, 4, 1)
+        lists = tile_lists(value.on_device(), shape, config, of_keys, torch.device(DEVICE))
         for head in range(3):
             seen = _checkerboard(Where(0, head, 100, 130), i, j, (9,))
             for m in range(7):

@@ -30,12 +30,15 @@ class Place(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Packed sequences as one kernel takes them: ``tile_starts[i]`` is the number of tiles before sequence i."""
+    """Packed sequences as one kernel takes them: ``tile_starts[i]`` is the number of tiles before sequence i.
+
+    ``seqused_*`` is a tuple of one tensor or of none: Triton 3.6 cannot compile a tuple that holds None.
+    """
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any
-    seqused_q: Any
-    seqused_k: Any
+    seqused_q: tuple
+    seqused_k: tuple
     tile_starts: Any
 
 
@@ -45,8 +48,8 @@ _Place = tl.constexpr(Place)
 @triton.jit
 def _length(cu_seqlens, seqused, i):
     length = tl.load(cu_seqlens + i + 1) - tl.load(cu_seqlens + i)
-    if seqused is not None:
-        length = tl.minimum(length, tl.load(seqused + i))
+    if len(seqused) == 1:
+        length = tl.minimum(length, tl.load(seqused[0] + i))
     return length
 
 
@@ -102,5 +105,6 @@ def on_device(seqlens: Seqlens | None, total: int, block: int, of_keys: bool) ->
         lengths = torch.minimum(lengths, seqused)
     tile_starts = torch.nn.functional.pad(((lengths + block - 1) // block).cumsum(0, dtype=torch.int32), (1, 0))
     num_sequences = cu_seqlens.numel() - 1
-    packed = Packed(seqlens.cu_seqlens_q, seqlens.cu_seqlens_k, seqlens.seqused_q, seqlens.seqused_k, tile_starts)
+    used_q, used_k = (() if used is None else (used,) for used in (seqlens.seqused_q, seqlens.seqused_k))
+    packed = Packed(seqlens.cu_seqlens_q, seqlens.cu_seqlens_k, used_q, used_k, tile_starts)
     return num_sequences, packed, triton.cdiv(total, block) + num_sequences

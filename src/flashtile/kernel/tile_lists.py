@@ -7,12 +7,14 @@ O(tiles) and nothing waits for the device.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from flashtile.kernel import launcher
 from flashtile.kernel.launch import LaunchConfig
 from flashtile.kernel.tile import tile_bounds
 from flashtile.mask import DeviceMask, Mask
@@ -34,7 +36,7 @@ class TileLists(NamedTuple):
     num_tiles: Any
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_heads", "num_m_blocks", "num_n_blocks"])
 def classify_kernel(
     state_ptr, seqlen_q, seqlen_k, num_heads, num_m_blocks, num_n_blocks, mask,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr,
@@ -61,17 +63,16 @@ def classify_kernel(
 
 
 def tile_lists(
-    mask: DeviceMask, shape: tuple[int, int, int, int], block_m: int, block_n: int, of_keys: bool, device: torch.device
+    mask: DeviceMask, shape: tuple[int, int, int, int], config: LaunchConfig, of_keys: bool, device: torch.device
 ) -> TileLists:
     """Return the lists of a mask for (batch, heads_q, seqlen_q, seqlen_k), per query block, or per key block."""
     batch, heads, seqlen_q, seqlen_k = shape
-    num_m_blocks, num_n_blocks = triton.cdiv(seqlen_q, block_m), triton.cdiv(seqlen_k, block_n)
+    num_m_blocks, num_n_blocks = triton.cdiv(seqlen_q, config.block_m), triton.cdiv(seqlen_k, config.block_n)
     state = torch.empty((batch, heads, num_m_blocks, num_n_blocks), dtype=torch.int8, device=device)
     if state.numel():
-        classify_kernel[(state.numel(),)](
-            state, seqlen_q, seqlen_k, heads, num_m_blocks, num_n_blocks, mask,
-            BLOCK_M=block_m, BLOCK_N=block_n, OF_KEYS=of_keys,
-        )  # fmt: skip
+        args = (state, seqlen_q, seqlen_k, heads, num_m_blocks, num_n_blocks, mask)
+        constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "OF_KEYS": of_keys}
+        launcher.run(classify_kernel, state.numel(), device, args, constants, replace(config, num_warps=4))
     if of_keys:
         state = state.transpose(2, 3)
     order = state.argsort(dim=-1, stable=True).to(torch.int32).contiguous()
@@ -90,7 +91,7 @@ def on_device(
     if mask.key_range is not None or seqlens is not None:
         return device_mask, None
     shape = (q.shape[0], q.shape[1], q.shape[2], seqlen_k)
-    return device_mask, tile_lists(device_mask, shape, config.block_m, config.block_n, of_keys, q.device)
+    return device_mask, tile_lists(device_mask, shape, config, of_keys, q.device)
 
 
 @triton.jit

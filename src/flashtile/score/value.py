@@ -15,11 +15,11 @@ from flashtile.score.functions import Entries
 
 
 class DeviceScore(NamedTuple):
-    """A score as the kernels receive it: jitted functions (compile-time constants) and runtime arguments."""
+    """A score as the kernels receive it: runtime arguments first (see ``DeviceMask``), then jitted functions."""
 
+    args: tuple
     forward: Any
     derivative: Any
-    args: tuple
 
 
 class Bucket(NamedTuple):
@@ -94,7 +94,11 @@ class Score:
 
     def on_device(self) -> DeviceScore:
         """Return the form that kernels take."""
-        return DeviceScore(jitted(self.forward), jitted(self.derivative), _on_device(self.args))
+        args = _on_device(self.args)
+        if any(isinstance(arg, tuple) for arg in args):
+            # The later constant that DeviceMask's text speaks of; not None, which `score is None` would trip over.
+            args = (*args, 1)
+        return DeviceScore(args, jitted(self.forward), jitted(self.derivative))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor among the arguments, in order."""
