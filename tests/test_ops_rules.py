@@ -53,8 +53,8 @@ def operator_arguments(device, backend, packed=False) -> tuple:
         Seqlens(cu, cu) if packed else None,
         backend,
     )
-    scale, key, ints, floats, _, *leaves = ops.arguments(rules, True)
-    return q, k, v, scale, key, ints, ops.as_tensors(floats), True, leaves
+    arguments = ops.arguments(rules, True)
+    return q, k, v, *arguments[:6], list(arguments[6:])
 
 
 # ------------------------------------------------------------------------------------------------- rules taken apart
@@ -100,11 +100,22 @@ def test_opcheck(packed, device, backend):
     arguments = operator_arguments(device, backend, packed)
     assert set(opcheck(ops.forward_with_rules, arguments).values()) == {"SUCCESS"}
     o, lse, _ = ops.forward_with_rules(*arguments)
-    q, k, v, scale, key, ints, floats, _, leaves = arguments
+    q, k, v, scale, key, ints, floats, changing, _, leaves = arguments
     saved = [t.detach() for t in (q, k, v, o, lse)]
     count = len(structure_learned(arguments))
     for needs in ([True] * (3 + count), [False, False, True, *[True] * (count - 1), False]):
-        given = torch.randn_like(o), *saved, None, scale, key, ints, floats, needs, [t.detach() for t in leaves]
+        given = (
+            torch.randn_like(o),
+            *saved,
+            None,
+            scale,
+            key,
+            ints,
+            floats,
+            changing,
+            needs,
+            [t.detach() for t in leaves],
+        )
         assert set(opcheck(ops.backward_with_rules, given).values()) == {"SUCCESS"}
 
 

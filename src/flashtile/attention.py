@@ -404,8 +404,8 @@ def _once(q: Tensor, k: Tensor, v: Tensor, rules: Rules, return_max_logits: bool
     """The fused passes, differentiable once."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if not transformed and _must_be_an_operator(q, k, v):
-        scale, key, ints, floats, _, *tensors = ops.arguments(rules, return_max_logits)
-        return ops.forward_with_rules(q, k, v, scale, key, ints, ops.as_tensors(floats), return_max_logits, tensors)
+        arguments = ops.arguments(rules, return_max_logits)
+        return ops.forward_with_rules(q, k, v, *arguments[:6], list(arguments[6:]))
     inputs = (q, k, v, *rules.learned())
     if not transformed and any(t.is_neg() for t in inputs):
         # Negated lazily (conj().imag): kernels would read the wrong sign.

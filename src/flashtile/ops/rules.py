@@ -7,6 +7,7 @@ Python functions, so that a graph with these operators belongs to its process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,13 +22,14 @@ from flashtile.ops.plain import DEVICES, TAGS, four_dimensions, library
 from flashtile.ops.tangent import loop, tangents
 
 library.define(
-    "forward_with_rules(Tensor q, Tensor k, Tensor v, float softmax_scale, str rules, SymInt[] ints, Tensor[] floats,"
-    " bool return_max_logits, Tensor[] tensors) -> (Tensor o, Tensor lse, Tensor max_logits)",
+    "forward_with_rules(Tensor q, Tensor k, Tensor v, float softmax_scale, str rules, SymInt[] ints, float[] floats,"
+    " Tensor[] changing, bool return_max_logits, Tensor[] tensors) -> (Tensor o, Tensor lse, Tensor max_logits)",
     tags=TAGS,
 )
 library.define(
     "backward_with_rules(Tensor? do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse,"
-    " float softmax_scale, str rules, SymInt[] ints, Tensor[] floats, bool[] needs, Tensor[] tensors) -> Tensor[]",
+    " float softmax_scale, str rules, SymInt[] ints, float[] floats, Tensor[] changing, bool[] needs, Tensor[] tensors)"
+    " -> Tensor[]",
     tags=TAGS,
 )
 forward_with_rules = torch.ops.flashtile.forward_with_rules.default
@@ -35,26 +37,37 @@ backward_with_rules = torch.ops.flashtile.backward_with_rules.default
 
 
 def arguments(rules: Rules, return_max_logits: bool) -> tuple[Any, ...]:
-    """Return what follows q, k, v in ``ForwardWithRules.apply``; the last ones are tensors."""
+    """Return what follows q, k, v in ``ForwardWithRules.apply``: six values, then tensors."""
     structure, tensors, ints, floats = flatten(rules)
-    return rules.softmax_scale, key_of(structure), ints, floats, return_max_logits, *tensors
+    changing: list[Tensor] = []
+    if torch.compiler.is_compiling():
+        floats, changing = _apart(floats)
+    return rules.softmax_scale, key_of(structure), ints, floats, changing, return_max_logits, *tensors
 
 
-def as_tensors(floats: Sequence[float]) -> list[Tensor]:
-    """Return floats as the operators take them: a compiler would compile anew for another value of a float, but it
-    does not look into tensors, if they are made in this way."""
-    return [torch.ones((), dtype=torch.float64, device="cpu") * number for number in floats]
+def _apart(floats: list[float]) -> tuple[list[float], list[Tensor]]:
+    """Put floats that have changed since the first compilation into tensors, and NaN into their places.
+
+    The compiler would compile anew for another value of a float; it does not look into tensors, if made in this way.
+    """
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # heavy, but a compiler has it already
+
+    changing = [torch.ones((), dtype=torch.float64, device="cpu") * x for x in floats if not has_static_value(x)]
+    return [x if has_static_value(x) else math.nan for x in floats], changing
 
 
 # ---- the passes themselves
 
 
-def _rules(scale: float, key: str, ints: Sequence[int], floats: Sequence[Any], tensors: Sequence[Tensor]) -> Rules:
-    return rules_of(key, scale, tensors, ints, [float(number) for number in floats])
+def _rules(scale: float, key: str, ints: Any, floats: Any, changing: Sequence[Tensor], tensors: Any) -> Rules:
+    if changing:
+        values = iter(changing)
+        floats = [next(values).item() if math.isnan(x) else x for x in floats]
+    return rules_of(key, scale, tensors, ints, floats)
 
 
-def _forward(q, k, v, scale, key, ints, floats, return_max_logits, tensors) -> tuple[Tensor, Tensor, Tensor]:
-    return run_forward(q, k, v, _rules(scale, key, ints, floats, tensors), return_max_logits)
+def _forward(q, k, v, scale, key, ints, floats, changing, return_max_logits, tensors) -> tuple[Tensor, Tensor, Tensor]:
+    return run_forward(q, k, v, _rules(scale, key, ints, floats, changing, tensors), return_max_logits)
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules, return_max_logits: bool) -> tuple:
@@ -65,8 +78,8 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules, return_max_logits
     return (*autograd.run_forward(q, k, v, rules, max_logits if return_max_logits else None), max_logits)
 
 
-def _backward(do, q, k, v, o, lse, dlse, scale, key, ints, floats, needs, tensors) -> list[Tensor]:
-    return autograd.gradients(do, q, k, v, o, lse, dlse, _rules(scale, key, ints, floats, tensors), needs)
+def _backward(do, q, k, v, o, lse, dlse, scale, key, ints, floats, changing, needs, tensors) -> list[Tensor]:
+    return autograd.gradients(do, q, k, v, o, lse, dlse, _rules(scale, key, ints, floats, changing, tensors), needs)
 
 
 def _checked_forward(q, k, v, *args):
@@ -88,7 +101,7 @@ for _device in DEVICES:
 
 
 @register_fake("flashtile::forward_with_rules", lib=library)
-def _(q, k, v, scale, key, ints, floats, return_max_logits, tensors):
+def _(q, k, v, scale, key, ints, floats, changing, return_max_logits, tensors):
     four_dimensions(q, k, v)
     o = empty_in_order_of(q, (*q.shape[:3], v.shape[3]))
     lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -97,7 +110,7 @@ def _(q, k, v, scale, key, ints, floats, return_max_logits, tensors):
 
 
 @register_fake("flashtile::backward_with_rules", lib=library)
-def _(do, q, k, v, o, lse, dlse, scale, key, ints, floats, needs, tensors):
+def _(do, q, k, v, o, lse, dlse, scale, key, ints, floats, changing, needs, tensors):
     grads = [empty_in_order_of(t, t.shape) for t, need in zip((q, k, v), needs, strict=False) if need]
     return grads + [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t, need in _pairs(tensors, needs) if need]
 
@@ -115,24 +128,24 @@ class ForwardWithRules(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _run(_forward, forward_with_rules, args, 6, 8)
+        return _run(_forward, forward_with_rules, args, 9)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        q, k, v, *ctx.options = inputs[:8]
-        tensors = inputs[8:]
+        q, k, v, *ctx.options = inputs[:9]
+        tensors = inputs[9:]
         o, lse, max_logits = output
         ctx.mark_non_differentiable(max_logits)
         _save(ctx, q, k, v, o, lse, tensors)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q_k_v, tensors = _differentiate(ctx, do, dlse, list(ctx.needs_input_grad[8:]))
-        return *q_k_v, None, None, None, None, None, *tensors
+        q_k_v, tensors = _differentiate(ctx, do, dlse, list(ctx.needs_input_grad[9:]))
+        return *q_k_v, None, None, None, None, None, None, *tensors
 
     @staticmethod
     def jvp(ctx: Any, tq: Any, tk: Any, tv: Any, *others: Any) -> Any:
-        if any(t is not None for t in others[5:]):
+        if any(t is not None for t in others[6:]):
             raise NotImplementedError(
                 "forward-mode derivatives with respect to sinks or a score's tensors are not there; detach them, or "
                 "use differentiable_twice=True"
@@ -159,16 +172,17 @@ def _differentiate(ctx: Any, do: Any, dlse: Any, needs_tensors: list[bool]) -> t
     needs = [*ctx.needs_input_grad[:3], *needs_tensors]
     if (do is None and dlse is None) or not any(needs):
         return [None] * 3, [None] * len(needs_tensors)
-    scale, key, ints, floats = ctx.options[:4]
+    scale, key, ints, floats, changing = ctx.options[:5]
     q, k, v, o, lse, *tensors = ctx.saved_tensors
-    args = (do, q, k, v, o, lse, dlse, scale, key, ints, floats, _learned(key, scale, ints, floats, tensors, needs))
+    of_learned = _learned(key, scale, ints, floats, tensors, needs)
+    args = (do, q, k, v, o, lse, dlse, scale, key, ints, floats, changing, of_learned)
     if autograd.autocasts(q):
         with torch.autocast(q.device.type, enabled=False):
             return _differentiate(ctx, do, dlse, needs_tensors)
     if torch._C._are_functorch_transforms_active() or (torch.is_grad_enabled() and not _is_tracing()):
         found: Any = BackwardWithRules.apply(*args, *tensors)
     else:
-        found = _run(_backward, backward_with_rules, (*args, *tensors), 10, 12)
+        found = _run(_backward, backward_with_rules, (*args, *tensors), 13)
     grads = iter(found)
     every = [next(grads) if need else None for need in needs]
     return every[:3], every[3:]
@@ -185,15 +199,13 @@ def _is_tracing() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def _run(run: Callable, operator: Callable, args: Sequence[Any], floats: int, fixed: int) -> Any:
+def _run(run: Callable, operator: Callable, args: Sequence[Any], fixed: int) -> Any:
     """Run the pass itself where nobody watches, the operator where a mode or a subclass of Tensor does.
 
-    ``floats`` is the place of the floats among the arguments, ``fixed`` how many there are before the list of tensors.
+    ``fixed`` is how many arguments there are before those that make the list of tensors.
     """
-    tensors = list(args[fixed:])
-    if not _is_tracing() and all(type(t) in _PLAIN for t in args if isinstance(t, Tensor)):
-        return run(*args[:fixed], tensors)
-    return operator(*args[:floats], as_tensors(args[floats]), *args[floats + 1 : fixed], tensors)
+    watched = _is_tracing() or not all(type(t) in _PLAIN for t in args if isinstance(t, Tensor))
+    return (operator if watched else run)(*args[:fixed], list(args[fixed:]))
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -204,7 +216,7 @@ class BackwardWithRules(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tuple(_run(_backward, backward_with_rules, args, 10, 12))
+        return tuple(_run(_backward, backward_with_rules, args, 13))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -226,11 +238,12 @@ def _setup_registered(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Ten
 
 
 def _backward_registered(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Any) -> Any:
-    needs = ctx.needs_input_grad[8]
+    needs = ctx.needs_input_grad[9]
     q_k_v, tensors = _differentiate(ctx, do, dlse, list(needs))
-    ints, floats = ctx.options[2:4]
+    ints, floats, changing = ctx.options[2:5]
     # A list without numbers counts as a list of tensors.
-    return *q_k_v, None, None, None if ints else [], [None] * len(floats), None, tensors
+    numbers = [None if values else [] for values in (ints, floats)]
+    return *q_k_v, None, None, *numbers, [None] * len(changing), None, tensors
 
 
 def _no_second(ctx: Any, *grads: Any) -> Any:
