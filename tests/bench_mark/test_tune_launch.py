@@ -81,7 +81,9 @@ def test_a_whole_run(tmp_path, monkeypatch):
     assert result.complete
     assert [row["status"] for row in result.rows] == ["ok", "ok", "ok", "failed", "skipped"]
     assert sum(row["chosen"] for row in result.rows) == 1
-    assert [len(jobs) for jobs in compiled] == [4, 2]  # then the finalist and the table's own, full
+    screened, finals = compiled
+    assert len(screened) == 4
+    assert 1 <= len(finals) <= 2  # the finalist and the table's own, full; one if it is the same
     assert "forward d16 fp32" in log.getvalue()
     tune_launch.write_table(result, Console(file=log), table)
     assert any(row["source"].startswith("measured on") for row in json.loads(table.read_text()))

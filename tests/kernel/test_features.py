@@ -44,7 +44,7 @@ def dense64(q, k, v, *, causal, scale=None, sinks=None, keep=None, rescale=1.0):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [(40, 50), (50, 20)], ids=str)
 def test_sinks_take_part_in_the_denominator(is_causal, lengths):
-    case = Case(2, 4, 2, *lengths, 16, is_causal=is_causal)
+    case = Case(2, 4, 2, lengths[0], lengths[1], 16, is_causal=is_causal)
     q, k, v, do, dlse = case.tensors(device=DEVICE)
     sinks = torch.randn(4, device=DEVICE)
     options = {"softmax_scale": 0.25, "mask": case.mask}
@@ -98,7 +98,7 @@ def packed(lengths, used=None, tail=6, heads=(4, 2), dtype=torch.float32):
 
     tensors = rows(total_q, heads_q), rows(total_k, heads_kv), rows(total_k, heads_kv), rows(total_q, heads_q)
     used = [None if u is None else torch.tensor(u, dtype=torch.int32, device=DEVICE) for u in used or (None, None)]
-    return tensors, Seqlens(cu_q, cu_k, *used)
+    return tensors, Seqlens(cu_q, cu_k, used[0], used[1])
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -146,7 +146,7 @@ def _checkerboard(where, q_idx, k_idx, args):
 @pytest.mark.parametrize("config", [SMALL, LaunchConfig(32, 16, 4, 1)], ids=["16x32", "32x16"])
 def test_a_mask_without_ranges_gets_tile_lists(lengths, config):
     value = Mask("checkerboard", _checkerboard, None, None, (9,))  # type: ignore[arg-type]
-    case = Case(2, 4, 2, *lengths, 16)
+    case = Case(2, 4, 2, lengths[0], lengths[1], 16)
     q, k, v, do, dlse = case.tensors(device=DEVICE)
     options = {"softmax_scale": 0.25, "mask": value}
     o, lse = forward(q, k, v, config=config, **options)

@@ -133,10 +133,10 @@ def test_arguments_of_values_count_by_kind():
 
 
 def test_a_profiler_sees_every_launch(kernel, monkeypatch):
-    import triton
+    from triton import knobs
 
     launch(kernel, descriptor())
-    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
     launch(kernel, descriptor())
     assert len(kernel.through_triton) == 2
 

@@ -368,7 +368,8 @@ def write_table(result: Result, console: Console, path: Path = TABLE) -> None:
         }
         changed += 1
     archs = list(dict.fromkeys(key[0] for key in index))
-    order = sorted(index, key=lambda key: (archs.index(key[0]), key[3], launch.KERNELS.index(key[1]), key[2]))
+    kernels = list(dict.fromkeys((*launch.KERNELS, *(key[1] for key in index))))
+    order = sorted(index, key=lambda key: (archs.index(key[0]), key[3], kernels.index(key[1]), key[2]))
     path.write_text("[\n" + ",\n".join("  " + json.dumps(index[key]) for key in order) + "\n]\n")
     console.print(f"{changed} rows written into {path}", highlight=False)
 

@@ -17,5 +17,5 @@ def keep(seed, where, q_idx, k_idx, threshold):
     c1 = q_idx.to(tl.uint32)
     c2 = tl.cast(where.head, tl.uint32)
     c3 = tl.cast(where.batch, tl.uint32)
-    word, _, _, _ = tl.philox(seed, c0, c1, c2, c3)
+    word, _, _, _ = tl.philox(seed, c0, c1, c2, c3)  # pyright: ignore[reportGeneralTypeIssues]
     return word >= tl.cast(threshold, tl.uint32)

@@ -15,7 +15,7 @@ from importlib import resources
 
 import torch
 
-KERNELS = ("forward", "backward_dq", "backward_dkdv")
+KERNELS = ("forward", "backward_dq", "backward_dkdv")  # of a training step; the table has rows of others after these
 
 # Architectures that share the table rows of another one: the same shared-memory limit and matrix instructions.
 SAME_ROWS = {
@@ -96,6 +96,11 @@ def has_copy_engine(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return 9 <= torch.cuda.get_device_capability(device)[0] <= 11
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b rounded up."""
+    return -(-a // b)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:

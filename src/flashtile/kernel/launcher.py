@@ -12,7 +12,7 @@ import threading
 from typing import Any, NamedTuple
 
 import torch
-import triton
+from triton import knobs
 
 from flashtile.dropout import Dropout
 from flashtile.kernel.launch import LaunchConfig, has_copy_engine
@@ -133,7 +133,7 @@ def run(
 
 def _hooked() -> bool:
     """Return whether a profiler asked Triton to be told of launches."""
-    hook = triton.knobs.runtime.launch_enter_hook
+    hook = knobs.runtime.launch_enter_hook
     return bool(getattr(hook, "calls", hook))  # a chain of hooks since Triton 3.5
 
 

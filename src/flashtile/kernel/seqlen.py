@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashtile.kernel.launch import ceil_div
 from flashtile.seqlen import Seqlens
 
 
@@ -96,7 +97,7 @@ def on_device(seqlens: Seqlens | None, total: int, block: int, of_keys: bool) ->
     bounded by ceil(total / block) + sequences; programs past the last one have nothing to do.
     """
     if seqlens is None:
-        return 0, None, triton.cdiv(total, block)
+        return 0, None, ceil_div(total, block)
     cu_seqlens, seqused = (
         (seqlens.cu_seqlens_k, seqlens.seqused_k) if of_keys else (seqlens.cu_seqlens_q, seqlens.seqused_q)
     )
@@ -107,4 +108,4 @@ def on_device(seqlens: Seqlens | None, total: int, block: int, of_keys: bool) ->
     num_sequences = cu_seqlens.numel() - 1
     used_q, used_k = (() if used is None else (used,) for used in (seqlens.seqused_q, seqlens.seqused_k))
     packed = Packed(seqlens.cu_seqlens_q, seqlens.cu_seqlens_k, used_q, used_k, tile_starts)
-    return num_sequences, packed, triton.cdiv(total, block) + num_sequences
+    return num_sequences, packed, ceil_div(total, block) + num_sequences

@@ -19,13 +19,17 @@ LN2 = tl.constexpr(math.log(2.0))
 HUGE_LOGIT = tl.constexpr(2.0**29)
 
 
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
 def head_dim_chunks(head_dim: int) -> tuple[int, ...]:
     """Return the powers of two (one or two, each at least 16) that cover ``head_dim`` with the fewest columns."""
-    whole = max(16, triton.next_power_of_2(head_dim))
+    whole = max(16, _next_power_of_2(head_dim))
     first = whole // 2
     if first < 16 or head_dim <= first:
         return (whole,)
-    second = max(16, triton.next_power_of_2(head_dim - first))
+    second = max(16, _next_power_of_2(head_dim - first))
     return (whole,) if second == first else (first, second)
 
 
@@ -86,7 +90,7 @@ def tile_pointer(ptr, strides, batch, head, start):
 
 @triton.jit
 def load_rows(source, strides, batch, head, start, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-              CHUNKS: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr = False):  # fmt: skip
+              CHUNKS: tl.constexpr, MASKED: tl.constexpr, GUARDED: tl.constexpr = False):  # fmt: skip  # pyright: ignore[reportArgumentType]
     """Load rows [start, start + BLOCK) of one head as a tuple of tiles; with MASKED, rows past ``length`` are zeros.
 
     A descriptor knows the end of the tensor but not of a sequence packed in it: what the rows after the sequence hold
@@ -155,7 +159,7 @@ def load_per_row(source, row_stride, row, start, length, BLOCK: tl.constexpr, MA
 def zero_rows(BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
     """Return fp32 zeros in the shape of ``load_rows``."""
     FIRST: tl.constexpr = CHUNKS[0]
-    if len(CHUNKS) == 1:
+    if len(CHUNKS) == 1:  # pyright: ignore[reportArgumentType]
         return (tl.zeros((BLOCK, FIRST), tl.float32),)
     else:
         SECOND: tl.constexpr = CHUNKS[1]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from flashtile.kernel import launcher
-from flashtile.kernel.launch import LaunchConfig
+from flashtile.kernel.launch import LaunchConfig, ceil_div
 from flashtile.kernel.tile import tile_bounds
 from flashtile.mask import DeviceMask, Mask
 from flashtile.seqlen import Seqlens, Where
@@ -67,7 +67,7 @@ def tile_lists(
 ) -> TileLists:
     """Return the lists of a mask for (batch, heads_q, seqlen_q, seqlen_k), per query block, or per key block."""
     batch, heads, seqlen_q, seqlen_k = shape
-    num_m_blocks, num_n_blocks = triton.cdiv(seqlen_q, config.block_m), triton.cdiv(seqlen_k, config.block_n)
+    num_m_blocks, num_n_blocks = ceil_div(seqlen_q, config.block_m), ceil_div(seqlen_k, config.block_n)
     state = torch.empty((batch, heads, num_m_blocks, num_n_blocks), dtype=torch.int8, device=device)
     if state.numel():
         args = (state, seqlen_q, seqlen_k, heads, num_m_blocks, num_n_blocks, mask)
