@@ -247,6 +247,22 @@ def test_other_values_under_a_compiler(kind, device, backend):
     assert compiled_like_eager(attend, [(q, k, v, extra)], inputs) == 1
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_within_the_process(strict):
+    window, softcap = mask.window(3, 0), score.softcap(3.0)
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return flash_attention(q, k, v, mask=window, score=softcap, backend="cpu")
+
+    n = torch.export.Dim("n", min=2, max=4096)
+    inputs = tuple(tensors(grad=False))
+    program = torch.export.export(Attention(), inputs, dynamic_shapes=({2: n},) * 3, strict=strict)
+    assert sum(node.target == OPERATOR for node in program.graph.nodes) == 1
+    longer = tensors(2, 4, 20, 8, grad=False)
+    assert torch.equal(program.module()(*longer), Attention()(*longer))
+
+
 @everywhere
 def test_dropout_under_a_compiler_draws_anew(device, backend):
     torch._dynamo.reset()

@@ -139,7 +139,8 @@ def flash_attention(
         deterministic: gradients must be bit-identical from run to run. They are, always: no pass adds up in an order
             that varies.
         differentiable_twice: compute by plain PyTorch operations, one block of queries at a time, which can be
-            differentiated any number of times in every mode; slower, O(n * block) memory for first derivatives.
+            differentiated any number of times in every mode; slower, O(n * block) memory for first derivatives in eager
+            mode (compilers and torch.func transforms keep every block).
         return_lse: also return lse, which is differentiable.
         return_max_logits: also return, last, the largest s of every query, shaped as lse, -inf where it sees no key;
             not differentiable.
