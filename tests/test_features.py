@@ -506,3 +506,20 @@ def test_memory_of_options_is_linear_in_the_length():
     assert peak(16384, **options) <= 2.2 * peak(8192, **options)
     matrix = 2 * 16384**2 * 4
     assert peak(16384, differentiable_twice=True) <= matrix / 4
+
+
+@everywhere_and_interpreted
+@pytest.mark.parametrize("name", TANGENT_OPTIONS)
+def test_forward_mode_of_every_backend(name, device, backend):
+    options = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in TANGENT_OPTIONS[name].items()}
+    primals = tuple(torch.randn(1, 2, n, 8, device=device) for n in (19, 23, 23))
+    tangents = tuple(torch.randn_like(t) for t in primals)
+
+    def tangents_of(**how) -> Any:
+        return torch.func.jvp(
+            lambda *t: flash_attention(*t, return_lse=True, **options, **how),  # pyright: ignore[reportCallIssue]
+            primals, tangents,
+        )[1]  # fmt: skip
+
+    for ours, want in zip(tangents_of(backend=backend), tangents_of(differentiable_twice=True), strict=True):
+        torch.testing.assert_close(ours, want, atol=1e-4, rtol=1e-4)
