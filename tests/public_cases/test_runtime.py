@@ -1,10 +1,12 @@
 """Compilers, several GPUs, streams, processes and memory."""
 
 import gc
+import json
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from flashtile import flash_attention, flash_attention_varlen
 from tests.public_cases.common import HALF, cumulative, everywhere_and_interpreted, leaves, run
 from tests.reference import Case
 
+ROOT = Path(__file__).parents[2]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -110,6 +113,24 @@ def test_b49_new_lengths_compile_and_tune_nothing(packed, monkeypatch):
     assert counts[-1] == counts[3], f"compiled after the first four lengths: {compiled[counts[3] :]}"
     again = sorted(step(seqlen, packed) for seqlen in lengths[4:])
     assert sorted(first[4:])[13] < 5 * again[13]
+
+
+# How many numbers of its own a kind of problem has: Triton compiles anew for a multiple of 16, so twice for each.
+NUMBERS = {"window": 2, "packed, window": 1, "chunked": 1, "padding": 1, "document": 1, "bias by key": 1}
+
+
+# The most there may be of each: three kernels, in every alignment that strides have.
+@pytest.mark.parametrize(("arch", "head_dim", "most"), [("sm_90", 64, 8), ("sm_80", 80, 13)])
+def test_b49_lengths_and_options_come_in_few_kinds(arch, head_dim, most):
+    """The same, counted without a GPU and for numbers of masks and scores too (fla-org/flash-linear-attention#1147)."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.public_cases.count_compiles", arch, str(head_dim)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name, counts in json.loads(done.stdout).items():
+        assert counts[0] == 3, name
+        assert counts[-1] <= most * 2 ** NUMBERS.get(name, 0), f"{name}: {counts}"
 
 
 AT_ONCE = """
