@@ -386,3 +386,21 @@ def test_checkpoints_keep_no_tensor_of_a_score():
     o: Any = checkpoint(block, q, k, v, use_reentrant=False)
     assert made[0]() is None
     o.sum().backward()
+
+
+def test_a_mask_made_inside_a_compiled_function():
+    """Another window, made and combined inside, compiles at most one graph more."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def attend(q, left):
+        return flash_attention(q, q, q, mask=mask.causal() & mask.window(left, 0), backend="cpu")
+
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    q = torch.randn(1, 2, 40, 16)
+    for left in (3, 5, 7, 9):
+        torch.testing.assert_close(compiled(q, left), attend(q, left))
+    assert len(graphs) <= 2

@@ -112,7 +112,7 @@ def window(left: int, right: int) -> Mask:
     window of n + 1 keys.
     """
     left, right = _bound("left", left), _bound("right", right)
-    name = f"window({left}, {right})"
+    name = "window" if torch.compiler.is_compiling() else f"window({left}, {right})"
     bounds = tuple(None if n == -1 else n for n in (left, right))
     if bounds == (None, None):
         return full()
@@ -364,9 +364,10 @@ def _blocks(name: str, argument: str, table: Any, block_q: int, block_k: int) ->
 
 
 def _integer(name: str, value: Any, least: int, wanted: str) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
-        raise TypeError(f"{name} is {value!r}, but wants an int: {wanted}")
-    value = operator.index(value)
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+            raise TypeError(f"{name} is {value!r}, but wants an int: {wanted}")
+        value = operator.index(value)
     if value < least:
         raise ValueError(f"{name} is {value}, but wants at least {least}: {wanted}")
     return value

@@ -212,7 +212,7 @@ def is_full(mask: Mask) -> bool:
 
 
 def _in_parentheses(mask: Mask, loose: str) -> str:
-    return f"({mask})" if loose in _outside_parentheses(mask.name) else str(mask)
+    return f"({mask.name})" if loose in _outside_parentheses(mask.name) else str(mask)
 
 
 def _outside_parentheses(text: str) -> str:
@@ -225,7 +225,9 @@ def _outside_parentheses(text: str) -> str:
 
 def _combined(a: Mask, b: Mask, sign: str) -> Mask:
     other = " | " if sign == "&" else " & "
-    name = f"{_in_parentheses(a, other)} {sign} {_in_parentheses(b, other)}"
+    name = "combined"
+    if not torch.compiler.is_compiling():  # which would compile anew for another name
+        name = f"{_in_parentheses(a, other)} {sign} {_in_parentheses(b, other)}"
     functions = _AND if sign == "&" else _OR
     if a.key_range is None or b.key_range is None:
         functions = (functions[0], None, None)
