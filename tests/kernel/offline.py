@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -176,10 +176,12 @@ def run(job: Job) -> dict[str, Any]:
         return {"error": f"{error!r}; from {error.__cause__!r}"}
 
 
-def compile_all(jobs: list[Job], timeout: float = 600) -> list[dict[str, Any]]:
-    """Return ``run`` of every job, computed by one process without the interpreter."""
+def compile_all(
+    jobs: Sequence[Any], timeout: float = 600, module: str = "tests.kernel.offline"
+) -> list[dict[str, Any]]:
+    """Return ``run`` of every job, computed by one process of ``module`` without the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernel.offline"]
+    command = [sys.executable, "-m", module]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True, env=environment, cwd=root,
                           timeout=timeout)  # fmt: skip

@@ -4,16 +4,14 @@ As a program, a list of jobs in JSON on stdin to a list of reports in JSON on st
 """
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from flashtile.kernel import flash_attention_jvp, flash_attention_statistics
 from flashtile.kernel.launch import LaunchConfig
+from tests.kernel import offline
 from tests.kernel.offline import DTYPES, MASKS, compile_launch, launches, report
 
 
@@ -55,14 +53,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def compile_all(jobs: list[Job], timeout: float = 600) -> list[dict[str, Any]]:
     """Return ``run`` of every job, computed by one process without the interpreter."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernel.offline_extras"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True, env=environment, cwd=root,
-                          timeout=timeout)  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"the compiling process ended with {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return offline.compile_all(jobs, timeout, "tests.kernel.offline_extras")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,24 @@ def test_b01_a_bias_that_hides_every_key_of_a_row(dtype, device, backend):
 
 
 @everywhere_and_interpreted
+def test_b01_a_bias_of_the_lowest_number(device, backend):
+    """The same where keys are hidden by the lowest finite number, in whole tiles too (pytorch/pytorch#103963)."""
+    lowest = torch.finfo(torch.float32).min
+    bias = torch.zeros(20, 150, device=device)
+    bias[:, :130] = lowest
+    bias[5] = lowest
+    q, k, v, do, _ = Case(1, 2, 1, 20, 150).tensors(device=device)
+    got = run(q, k, v, do, score=score.bias(bias), backend=backend)
+    assert all(t.isfinite().all() for t in got)
+    torch.testing.assert_close(got.o[:, :, 5], v.mean(2).expand(1, 2, 16), atol=1e-5, rtol=1e-5)
+    visible = bias == 0
+    others = torch.arange(20, device=device) != 5
+    want = run(q, k, v, do * others[:, None], mask=visible, backend=backend)
+    torch.testing.assert_close(got.o[:, :, others], want.o[:, :, others])
+    torch.testing.assert_close(got.dq[:, :, others], want.dq[:, :, others])
+
+
+@everywhere_and_interpreted
 @pytest.mark.parametrize("shape", [(1, 1, 64), (3, 70, 16), (2, 5, 128)], ids=str)
 def test_b02_huge_finite_inputs(shape, device, backend):
     """Very large finite bf16 inputs gave NaN: a fused multiply-add was exact, the row maximum rounded

@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 
+from flashtile import flash_attention_varlen, score
 from tests.public_cases.common import (
     HALF,
     check,
     check_packed,
     everywhere_and_interpreted,
     interpreted,
+    leaves,
     packed,
     run,
 )
@@ -60,6 +62,19 @@ def test_b19_empty_tensors(is_causal, shape, device, backend):
     assert [t.shape for t in got] == [q.shape, q.shape[:3], q.shape, k.shape, v.shape]
     assert all(torch.count_nonzero(t) == 0 for t in (got.o, got.dq, got.dk, got.dv))
     assert (got.lse == -math.inf).all()
+
+
+@everywhere_and_interpreted
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_b19_no_sequence_at_all(twice, device, backend):
+    """The same for packed sequences, and the tensors of a score (Dao-AILab/flash-attention#1159)."""
+    q, k, v = leaves(*packed([], [], (2, 1), 16, tail=3, device=device)[:3])
+    slopes = torch.ones(2, device=device, requires_grad=True)
+    cu = torch.zeros(1, dtype=torch.int32, device=device)
+    options = {"differentiable_twice": True} if twice else {"backend": backend}
+    o = flash_attention_varlen(q, k, v, cu, cu, score=score.alibi(slopes), **options)
+    grads = torch.autograd.grad(o, (q, k, v, slopes), torch.ones_like(o), allow_unused=True, materialize_grads=True)
+    assert all(torch.count_nonzero(t) == 0 for t in (o, *grads))
 
 
 @everywhere_and_interpreted

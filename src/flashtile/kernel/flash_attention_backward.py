@@ -239,8 +239,8 @@ def backward(
     arch = launch.arch_of(q.device)
     config_dq = config_dq or launch.lookup("backward_dq", arch, head_dim, head_dim_v, q.dtype)
     config_dkdv = config_dkdv or launch.lookup("backward_dkdv", arch, head_dim, head_dim_v, q.dtype)
-    # Rows of 16 bytes at least, so that the copy engine can read them.
-    row_stride = launch.ceil_div(seqlen_q, 4) * 4
+    # The copy engine reads rows that are multiples of 16 bytes; with 16 numbers no length compiles another kernel.
+    row_stride = launch.ceil_div(seqlen_q, 16) * 16
     lse_log2, delta = torch.empty((2, batch * num_heads_q, row_stride), dtype=torch.float32, device=q.device)
     device_score, device_dropout = score.on_device() if score else None, launcher.dropout_on_device(dropout)
     scalars = (softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k)

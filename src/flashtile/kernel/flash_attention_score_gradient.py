@@ -270,7 +270,8 @@ def parameter_gradients(
     grads: list[torch.Tensor | None] = [None] * len(tensors)
     if not parameters:
         return tuple(grads)
-    if q.numel() == 0 or k.numel() == 0:
+    no_sequence = seqlens is not None and seqlens.cu_seqlens_q.numel() == 1
+    if q.numel() == 0 or k.numel() == 0 or no_sequence:
         for p in parameters:
             grads[p.index] = torch.zeros(p.tensor.shape, dtype=torch.float32, device=q.device)
         return tuple(grads)

@@ -44,7 +44,8 @@ def forward_by_sequence(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callab
         lse = torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
         if max_logits is not None:
             max_logits.fill_(-math.inf)
-        for i, (rows, cols) in enumerate(sequences(seqlens)):
+        nothing = slice(0, 0)  # without any sequence o and lse are differentiable all the same
+        for i, (rows, cols) in enumerate(list(sequences(seqlens)) or [(nothing, nothing)]):
             if max_logits is not None:
                 options["max_logits"] = max_logits[:, :, rows]
             part = q[:, :, rows], k[:, :, cols], v[:, :, cols]

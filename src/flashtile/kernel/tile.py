@@ -17,6 +17,8 @@ LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
 # Past this, neighbouring fp32 logits lie so far apart that exp2 of their difference is 0: see softmax_step.
 HUGE_LOGIT = tl.constexpr(2.0**29)
+# Past this they do so under any scale; twice such a logit may overflow.
+FAR_LOGIT = tl.constexpr(2.0**100)
 
 
 def _next_power_of_2(n: int) -> int:
@@ -220,6 +222,7 @@ def softmax_step(s, row_max, row_sum, scale_log2):
     # cancels in p / row_sum until it overflows exp2, at logits near 2**31. Such rows take a power of two as their
     # scale: the product is exact, ties stay ties, and everything else is 0 under either scale.
     exact_scale = tl.exp2(tl.ceil(tl.log2(scale_log2)))
+    exact_scale = tl.where(tl.abs(shift) > FAR_LOGIT, tl.minimum(exact_scale, 1.0), exact_scale)
     scale = tl.where(tl.abs(shift) * scale_log2 > HUGE_LOGIT, exact_scale, scale_log2)
     p = tl.exp2(s * scale[:, None] - (shift * scale)[:, None])
     alpha = tl.exp2((row_max - shift) * scale)
