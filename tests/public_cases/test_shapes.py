@@ -71,8 +71,9 @@ def test_b19_no_sequence_at_all(twice, device, backend):
     q, k, v = leaves(*packed([], [], (2, 1), 16, tail=3, device=device)[:3])
     slopes = torch.ones(2, device=device, requires_grad=True)
     cu = torch.zeros(1, dtype=torch.int32, device=device)
-    options = {"differentiable_twice": True} if twice else {"backend": backend}
-    o = flash_attention_varlen(q, k, v, cu, cu, score=score.alibi(slopes), **options)
+    backend = None if twice else backend
+    rule = score.alibi(slopes)
+    o = flash_attention_varlen(q, k, v, cu, cu, score=rule, backend=backend, differentiable_twice=twice)
     grads = torch.autograd.grad(o, (q, k, v, slopes), torch.ones_like(o), allow_unused=True, materialize_grads=True)
     assert all(torch.count_nonzero(t) == 0 for t in (o, *grads))
 

@@ -233,7 +233,8 @@ def backward(
     num_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
     dq, dk, dv = (empty_in_order_of(t, t.shape) for t in (q, k, v))
     if seqlens is not None or seqlen_q == 0 or batch * num_heads_q == 0:
-        dq.zero_(), dk.zero_(), dv.zero_()
+        for grad in (dq, dk, dv):
+            grad.zero_()
     if dq.numel() == 0:
         return dq, dk, dv
     arch = launch.arch_of(q.device)

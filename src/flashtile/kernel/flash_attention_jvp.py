@@ -169,7 +169,8 @@ def jvp(
     if tlse.numel() == 0:
         return to, tlse
     if seqlens is not None or seqlen_k == 0 or (tq is None and tk is None and tv is None):
-        to.zero_(), tlse.zero_()
+        to.zero_()
+        tlse.zero_()
     if seqlen_k == 0 or (tq is None and tk is None and tv is None):
         return to, tlse
     config = config or launch.lookup("jvp", launch.arch_of(q.device), head_dim, head_dim_v, q.dtype)

@@ -159,7 +159,8 @@ def forward(
     o = empty_in_order_of(q, (batch, num_heads_q, seqlen_q, head_dim_v))
     lse = torch.empty((batch, num_heads_q, seqlen_q), dtype=torch.float32, device=q.device)
     if seqlens is not None:
-        o.zero_(), lse.fill_(-math.inf)
+        o.zero_()
+        lse.fill_(-math.inf)
     if lse.numel() == 0:
         return o, lse
     config = config or launch.lookup("forward", launch.arch_of(q.device), head_dim, head_dim_v, q.dtype)

@@ -363,9 +363,10 @@ def _blocks(name: str, argument: str, table: Any, block_q: int, block_k: int) ->
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _integer(name: str, value: Any, least: int, wanted: str) -> int:
+def _integer(name: str, value: Any, least: int, wanted: str) -> Any:
+    """Return a checked int; a compiler's symbol stays one."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+        if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
             raise TypeError(f"{name} is {value!r}, but wants an int: {wanted}")
         value = operator.index(value)
     if value < least:
