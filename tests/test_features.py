@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from flashtile import FlashAttention, flash_attention, mask, score
+from flashtile import FlashAttention, flash_attention, flash_attention_varlen, mask, score
 from flashtile.dropout import Dropout
 from tests.reference import Case, Result, assert_accurate, assert_result_accurate, max_error, plain, reference
-from tests.test_attention import everywhere, everywhere_and_interpreted, interpreter, leaves
+from tests.test_attention import INTERPRETED, everywhere, everywhere_and_interpreted, interpreter, leaves
 
 HALF = torch.bfloat16
 
@@ -432,10 +432,40 @@ def test_forward_mode(name):
         torch.testing.assert_close((forward_ad.unpack_dual(o).tangent, forward_ad.unpack_dual(lse).tangent), want)
 
 
+def _central_differences(call, primals, tangents, step=1e-6):
+    ahead = call(*(p + step * t for p, t in zip(primals, tangents, strict=True)))
+    behind = call(*(p - step * t for p, t in zip(primals, tangents, strict=True)))
+    return [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_forward_mode_with_dropout_and_packed_sequences(packed):
+    cu_seqlens = torch.tensor([0, 7, 7, 23], dtype=torch.int32)
+
+    def call(q, k, v, backend="cpu") -> Any:
+        drawn = torch.Generator().manual_seed(3)  # the same weights are dropped in every call
+        if packed:
+            return flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, is_causal=True, dropout_p=0.3,
+                                          generator=drawn, return_lse=True, backend=backend)  # fmt: skip
+        return flash_attention(
+            q, k, v, is_causal=True, dropout_p=0.3, generator=drawn, return_lse=True, backend=backend
+        )
+
+    shape = (23, 2, 8) if packed else (2, 2, 23, 8)
+    primals = tuple(torch.randn(shape, dtype=torch.float64) for _ in range(3))
+    tangents = tuple(torch.randn_like(t) for t in primals)
+    want = _central_differences(call, primals, tangents)
+    for got, expected in zip(torch.func.jvp(call, primals, tangents)[1], want, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-7, rtol=1e-6)
+    if INTERPRETED:
+        single = tuple(t.float() for t in primals), tuple(t.float() for t in tangents)
+        kernels = torch.func.jvp(lambda *t: call(*t, backend="triton"), *single)[1]
+        for got, expected in zip(kernels, want, strict=True):
+            torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_forward_mode_says_what_it_lacks():
     q = torch.randn(1, 2, 5, 4)
-    with pytest.raises(NotImplementedError, match=r"with dropout.*differentiable_twice=True"):
-        torch.func.jvp(lambda q: flash_attention(q, q, q, dropout_p=0.5, backend="cpu"), (q,), (q,))
     with pytest.raises(NotImplementedError, match="sinks or a score's tensors"):
         torch.func.jvp(lambda s: flash_attention(q, q, q, sinks=s, backend="cpu"), (torch.ones(2),), (torch.ones(2),))
 

@@ -160,7 +160,7 @@ def flash_attention(
     ``torch.compile``, ``torch.export``, ``torch.func`` transforms, FLOP counters and checkpointing policies see one
     operator, ``torch.ops.flashtile.forward``, or ``forward_with_rules`` with any option but the first and the scale; a
     plain eager call goes straight to the kernels. Another window, cap or tensor compiles nothing new. Forward-mode
-    derivatives are there for q, k, v, without dropout.
+    derivatives are there for q, k and v.
 
     The algorithm is that of FlashAttention-2 (Dao, 2023, https://arxiv.org/abs/2307.08691); ``docs/derivation.md``
     derives it.

@@ -28,11 +28,6 @@ class Jvp(torch.autograd.Function):
     def forward(tq: Any, tk: Any, tv: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float,
                 key: str, ints: Any, floats: Any, *tensors: Tensor) -> Any:  # fmt: skip
         rules = rules_of(key, scale, tensors, ints, floats)
-        for name, value in (("dropout", rules.dropout), ("packed sequences", rules.seqlens)):
-            if value is not None:
-                raise NotImplementedError(
-                    f"forward-mode derivatives with {name} are not there; use differentiable_twice=True"
-                )
         plan = select(Problem.of(q, k, v), rules.backend)
         options = rules._replace(sinks=None).options()  # lse holds the sinks
         return backend.jvp(plan.backend)(tq, tk, tv, q, k, v, o, lse, **options)
