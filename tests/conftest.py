@@ -61,3 +61,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """End a worker whose GPU has faulted, once the failure is told: every later call in that process fails too."""
+    if "PYTEST_XDIST_WORKER" in os.environ and report.failed and "AcceleratorError" in report.longreprtext:
+        os._exit(1)

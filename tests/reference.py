@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from flashtile.dropout import Dropout, keep_mask
 from flashtile.kernel.flash_attention_mock import dense_attention
@@ -128,7 +127,8 @@ def _differentiated(attend, q, k, v, sinks, is_causal, mask, softmax_scale, do, 
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     sinks = None if sinks is None else sinks.clone().requires_grad_()
     options = {"mask": mask, "sinks": sinks, **options}
-    o, lse = attend(_as_4d(q), _as_4d(k), _as_4d(v), softmax_scale=scale, **_on_cpu(options))
+    options = {name: _on_cpu(option) for name, option in options.items()}
+    o, lse = attend(_as_4d(q), _as_4d(k), _as_4d(v), softmax_scale=scale, **options)
     o, lse = o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
     outputs = [(out, grad.detach().cpu().to(out.dtype)) for out, grad in ((o, do), (lse, dlse)) if grad is not None]
     if not outputs:
@@ -142,13 +142,14 @@ def _differentiated(attend, q, k, v, sinks, is_causal, mask, softmax_scale, do, 
     return Result(o.detach(), lse.detach(), *grads[:3], dsinks=None if sinks is None else grads[3])
 
 
-def _on_cpu(options: dict) -> dict:
-    """Move every tensor among the options to the CPU, those in the arguments of masks and scores too."""
-    options = {
-        name: dataclasses.replace(x, args=_on_cpu({"args": x.args})["args"]) if isinstance(x, Mask | Score) else x
-        for name, x in options.items()
-    }
-    return tree_map_only(Tensor, Tensor.cpu, options)
+def _on_cpu(value: Any) -> Any:
+    """Return an option with every tensor in it on the CPU, those in the arguments of masks and scores too."""
+    if isinstance(value, Mask | Score):
+        return dataclasses.replace(value, args=_on_cpu(value.args))
+    if isinstance(value, tuple):
+        items = [_on_cpu(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _as_4d(x: Tensor) -> Tensor:

@@ -115,8 +115,8 @@ def backward_dq_kernel(
         delta -= tl.load(dlse_ptr + row * lse_stride + at.q_start + offs_m, mask=inside, other=0.0)
     delta = tl.where(lse == float("-inf"), 0.0, delta)  # no key, no gradient, whatever dlse says
     lse_log2 = lse_to_log2(lse)
-    tl.store(delta_ptr + row * row_stride + at.q_start + offs_m, delta, mask=inside)
-    tl.store(lse_log2_ptr + row * row_stride + at.q_start + offs_m, lse_log2, mask=inside)
+    tl.store(delta_ptr + row * row_stride + at.scratch_start + offs_m, delta, mask=inside)
+    tl.store(lse_log2_ptr + row * row_stride + at.scratch_start + offs_m, lse_log2, mask=inside)
 
     first, full_first, full_end, last = key_tiles(mask, tiles, where, at.block, BLOCK_M, BLOCK_N)
     dq = zero_rows(BLOCK_M, CHUNKS)
@@ -153,6 +153,7 @@ def dkdv_tile(
                   MASKED and PACKED)  # fmt: skip
     do = load_rows(do_src, do_strides, at.batch, where.head, start, end, BLOCK_M, HEAD_DIM_V, CHUNKS_V, MASKED,
                    MASKED and PACKED)  # fmt: skip
+    start, end = at.scratch_start + start_m, at.scratch_start + at.seqlen_q
     lse_log2 = load_per_row(lse_log2_src, row_stride, row, start, end, BLOCK_M, MASKED)
     delta = load_per_row(delta_src, row_stride, row, start, end, BLOCK_M, MASKED)
     s = dot_transposed(k, q)
@@ -241,7 +242,8 @@ def backward(
     config_dq = config_dq or launch.lookup("backward_dq", arch, head_dim, head_dim_v, q.dtype)
     config_dkdv = config_dkdv or launch.lookup("backward_dkdv", arch, head_dim, head_dim_v, q.dtype)
     # The copy engine reads rows that are multiples of 16 bytes; with 16 numbers no length compiles another kernel.
-    row_stride = launch.ceil_div(seqlen_q, 16) * 16
+    scratch_length = seqlen.scratch_length(seqlens, seqlen_q)
+    row_stride = launch.ceil_div(scratch_length, 16) * 16
     lse_log2, delta = torch.empty((2, batch * num_heads_q, row_stride), dtype=torch.float32, device=q.device)
     device_score, device_dropout = score.on_device() if score else None, launcher.dropout_on_device(dropout)
     scalars = (softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k)
@@ -263,7 +265,7 @@ def backward(
         config = config_dkdv
         (do_src, do_strides), (q_src, q_strides) = (launcher.operand(t, config.block_m) for t in (do, q))
         (k_src, k_strides), (v_src, v_strides) = (launcher.operand(t, config.block_n) for t in (k, v))
-        lse_log2_src, delta_src = (launcher.row_operand(t, seqlen_q, config.block_m) for t in (lse_log2, delta))
+        lse_log2_src, delta_src = (launcher.row_operand(t, scratch_length, config.block_m) for t in (lse_log2, delta))
         num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_k, config.block_n, True)
         device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, True)
         args = (

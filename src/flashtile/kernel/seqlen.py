@@ -16,8 +16,8 @@ class Place(NamedTuple):
     """A program's share: a block of one head of one sequence, and where that sequence lies in the tensors.
 
     ``batch`` is the tensors' first coordinate and ``sequence`` the sequence's number (the same in dense batches; packed
-    tensors have a single batch entry). The sequence's first rows are ``q_start`` and ``k_start``.
-    ``block`` is -1 for a program without work.
+    tensors have a single batch entry). The sequence's first rows are ``q_start`` and ``k_start``; its numbers per query
+    (see ``scratch_length``) start at ``scratch_start``. ``block`` is -1 for a program without work.
     """
 
     batch: Any
@@ -28,6 +28,7 @@ class Place(NamedTuple):
     k_start: Any
     seqlen_q: Any
     seqlen_k: Any
+    scratch_start: Any
 
 
 class Packed(NamedTuple):
@@ -67,7 +68,7 @@ def place(seqlen_q, seqlen_k, num_sequences, packed, num_heads, BLOCK: tl.conste
         if not OF_KEYS:
             block = num_blocks - 1 - block
         batch = program // num_blocks // num_heads
-        return _Place(batch, batch, (program // num_blocks) % num_heads, block, 0, 0, seqlen_q, seqlen_k)
+        return _Place(batch, batch, (program // num_blocks) % num_heads, block, 0, 0, seqlen_q, seqlen_k, 0)
     else:
         num_tiles = tl.num_programs(0) // num_heads
         tile = program % num_tiles
@@ -87,7 +88,17 @@ def place(seqlen_q, seqlen_k, num_sequences, packed, num_heads, BLOCK: tl.conste
             block = num_blocks - 1 - block
         block = tl.where(tile < tl.load(packed.tile_starts + num_sequences), block, -1)
         q_start, k_start = tl.load(packed.cu_seqlens_q + low), tl.load(packed.cu_seqlens_k + low)
-        return _Place(low * 0, low, program // num_tiles, block, q_start, k_start, seqlen_q, seqlen_k)
+        scratch_start = (q_start // 4 + low) * 4
+        return _Place(low * 0, low, program // num_tiles, block, q_start, k_start, seqlen_q, seqlen_k, scratch_start)
+
+
+def scratch_length(seqlens: Seqlens | None, total: int) -> int:
+    """Return how many entries a head needs in scratch that holds one fp32 number per query.
+
+    The copy engine faults on a block of a single row that does not start at a multiple of 16 bytes, so every packed
+    sequence starts at a multiple of four entries, ``(cu_seqlens_q[i] // 4 + i) * 4``.
+    """
+    return total if seqlens is None else total + 4 * (seqlens.cu_seqlens_q.numel() - 1)
 
 
 def on_device(seqlens: Seqlens | None, total: int, block: int, of_keys: bool) -> tuple[int, Packed | None, int]:
