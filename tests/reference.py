@@ -65,13 +65,13 @@ def reference(
     do: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> Result:
-    """Attention in fp64 with an explicit mask on ``(..., heads, n, d)`` (or ``(b, n, d)``), on the CPU.
+    """Attention in fp64 with an explicit mask on ``(..., heads, n, d)`` (or ``(b, n, d)``).
 
     Gradients are those of ``sum(o * do) + sum(lse * dlse)``; give ``do``, ``dlse`` or both to get them. With
     ``seqlens`` q, k, v are packed, ``(1, heads, total, d)``.
     """
-    q, k, v = (x.detach().cpu().double() for x in (q, k, v))
-    sinks = None if sinks is None else sinks.detach().cpu().double()
+    q, k, v = (x.detach().double() for x in (q, k, v))
+    sinks = None if sinks is None else sinks.detach().double()
     options = {"score": score, "dropout": dropout, "seqlens": seqlens}
     return _differentiated(dense_attention, q, k, v, sinks, is_causal, mask, softmax_scale, do, dlse, options)
 
@@ -92,8 +92,8 @@ def plain(
     dlse: Tensor | None = None,
 ) -> Result:
     """What plain PyTorch computes in the inputs' own dtype; arguments as in ``reference``."""
-    q, k, v = (x.detach().cpu() for x in (q, k, v))
-    sinks = None if sinks is None else sinks.detach().cpu()
+    q, k, v = (x.detach() for x in (q, k, v))
+    sinks = None if sinks is None else sinks.detach()
     options = {"score": score, "dropout": dropout, "seqlens": seqlens}
     return _differentiated(_plain_attention, q, k, v, sinks, is_causal, mask, softmax_scale, do, dlse, options)
 
@@ -103,9 +103,10 @@ def _plain_attention(q, k, v, *, softmax_scale, mask, score, sinks, dropout, fir
     (batch, heads_q, seqlen_q, _), (_, heads_kv, seqlen_k, _) = q.shape, k.shape
     group = heads_q // max(heads_kv, 1)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    batch_idx, head_idx = torch.arange(first_batch, first_batch + batch), torch.arange(heads_q)
+    batch_idx = torch.arange(first_batch, first_batch + batch, device=q.device)
+    head_idx, cols = torch.arange(heads_q, device=q.device), torch.arange(seqlen_k, device=q.device)
     where = Where(batch_idx[:, None, None, None], head_idx[:, None, None], seqlen_q, seqlen_k)
-    q_idx, k_idx = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
+    q_idx, k_idx = torch.arange(seqlen_q, device=q.device)[:, None], cols[None, :]
     s = q @ k.mT * softmax_scale
     if score is not None:
         s = score.forward(where, q_idx, k_idx, s, score.args).to(q.dtype)
@@ -127,29 +128,30 @@ def _differentiated(attend, q, k, v, sinks, is_causal, mask, softmax_scale, do, 
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     sinks = None if sinks is None else sinks.clone().requires_grad_()
     options = {"mask": mask, "sinks": sinks, **options}
-    options = {name: _on_cpu(option) for name, option in options.items()}
+    options = {name: moved(option, q.device) for name, option in options.items()}
     o, lse = attend(_as_4d(q), _as_4d(k), _as_4d(v), softmax_scale=scale, **options)
     o, lse = o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
-    outputs = [(out, grad.detach().cpu().to(out.dtype)) for out, grad in ((o, do), (lse, dlse)) if grad is not None]
+    outputs = [(out, grad.detach().to(out)) for out, grad in ((o, do), (lse, dlse)) if grad is not None]
     if not outputs:
-        return Result(o.detach(), lse.detach())
+        return Result(o.detach().cpu(), lse.detach().cpu())
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     if any(out.requires_grad for out, _ in outputs):
         outs, grads = zip(*outputs, strict=True)
         grads = torch.autograd.grad(outs, inputs, grads, allow_unused=True, materialize_grads=True)
     else:  # no sequence at all
         grads = [torch.zeros_like(x) for x in inputs]
-    return Result(o.detach(), lse.detach(), *grads[:3], dsinks=None if sinks is None else grads[3])
+    o, lse, *grads = (t.detach().cpu() for t in (o, lse, *grads))  # where the comparisons are
+    return Result(o, lse, *grads[:3], dsinks=None if sinks is None else grads[3])
 
 
-def _on_cpu(value: Any) -> Any:
-    """Return an option with every tensor in it on the CPU, those in the arguments of masks and scores too."""
+def moved(value: Any, device: torch.device) -> Any:
+    """Return an option with every tensor in it on ``device``, those in the arguments of masks and scores too."""
     if isinstance(value, Mask | Score):
-        return dataclasses.replace(value, args=_on_cpu(value.args))
+        return dataclasses.replace(value, args=moved(value.args, device))
     if isinstance(value, tuple):
-        items = [_on_cpu(item) for item in value]
+        items = [moved(item, device) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return value.cpu() if isinstance(value, Tensor) else value
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _as_4d(x: Tensor) -> Tensor:

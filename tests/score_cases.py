@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtile.kernel.flash_attention_mock import dense_attention
 from flashtile.mask import Mask
 from flashtile.score import Score, alibi, bias, relative_position, softcap, temperature
-from tests.reference import _plain_attention
+from tests.reference import _plain_attention, moved
 
 
 def _bias(*dims: str) -> Callable[..., Score]:
@@ -64,14 +64,18 @@ def gradients(
     **options,
 ) -> list[Tensor]:
     """Return the gradients to the score's floating-point tensors by autograd: the oracle in fp64, or plain PyTorch."""
-    q, k, v, do, dlse = (t.detach().cpu().to(dtype) for t in (q, k, v, do, dlse))
-    leaves = [t.detach().cpu().to(dtype).requires_grad_() if t.is_floating_point() else t for t in score.tensors()]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    q, k, v, do, dlse = (t.detach().to(device, dtype) for t in (q, k, v, do, dlse))
+    tensors = [t.detach().to(device) for t in score.tensors()]
+    leaves = [t.to(dtype).requires_grad_() if t.is_floating_point() else t for t in tensors]
     score = score.with_tensors(tuple(leaves))
     attend = dense_attention if dtype == torch.float64 else _plain_attention
-    options = {"sinks": None, "dropout": None, **options}
-    o, lse = attend(q, k, v, softmax_scale=softmax_scale, mask=mask, score=score, **options)
+    options = {"sinks": None, "dropout": None, "mask": mask, **options}
+    options = {name: moved(option, device) for name, option in options.items()}
+    o, lse = attend(q, k, v, softmax_scale=softmax_scale, score=score, **options)
     seen = lse.isfinite()
     wanted = [t for t in leaves if t.requires_grad]
     if not wanted:
         return []
-    return list(torch.autograd.grad((o * do).sum() + (lse[seen] * dlse[seen]).sum(), wanted))
+    total = (o * do).sum() + (lse[seen] * dlse[seen]).sum()
+    return [grad.cpu() for grad in torch.autograd.grad(total, wanted)]  # where the comparisons are
