@@ -21,6 +21,7 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "flo
 BENCHMARKS = {
     "flash-attention": ("bench_mark_flash_attention", "flash_attention against its peers: time, TFLOP/s, memory"),
     "atten": ("bench_mark_atten", "the plain attention modules of flashtile.llm, eager and compiled: the baseline"),
+    "features": ("bench_mark_features", "what masks, scores and options cost, against FlexAttention"),
     "llama": ("bench_mark_llama", "a LLaMA-7B-shaped attention layer and block at 2,048 tokens"),
     "overhead": ("bench_mark_overhead", "microseconds per call at a tiny shape"),
     "tune": ("tune_launch", "find block sizes for this GPU and write the launch table"),

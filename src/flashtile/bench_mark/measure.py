@@ -104,13 +104,17 @@ class Timed:
 
 @dataclass
 class Clock:
-    """Times several calls against each other, taking turns."""
+    """Times several calls against each other, taking turns.
+
+    ``turn`` is entered around each pass: a lock, where several processes share the device.
+    """
 
     device: torch.device
     passes: int = 5
     ms_per_pass: float = 30.0
     max_samples: int = 200
     seed: int = 0
+    turn: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     _flush: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -150,24 +154,26 @@ class Clock:
         """Time the calls and return ``(timings, failures)``, a failure being a name with its reason."""
         failures: dict[str, str] = {}
         counts: dict[str, int] = {}
-        for name, timed in calls.items():
-            first, reason = attempt(lambda timed=timed: self._pilot(timed))
-            if first is None:
-                failures[name] = reason
-            else:
-                counts[name] = max(1, min(self.max_samples, round(self.ms_per_pass / max(first, 1e-4))))
-        seen: dict[str, list[list[float]]] = {name: [] for name in counts}
-        for _ in range(self.passes):
-            for name in self._random.sample(sorted(counts), len(counts)):
-                if name in failures:
-                    continue
-                # The first samples of a turn run at the clock that the last turn left: not kept, if calls are short.
-                drop = 2 if counts[name] > 2 else 0
-                got, reason = attempt(lambda name=name, n=drop: self.samples(calls[name], counts[name] + n)[n:])
-                if got is None:
+        with self.turn():
+            for name, timed in calls.items():
+                first, reason = attempt(lambda timed=timed: self._pilot(timed))
+                if first is None:
                     failures[name] = reason
                 else:
-                    seen[name].append(got)
+                    counts[name] = max(1, min(self.max_samples, round(self.ms_per_pass / max(first, 1e-4))))
+        seen: dict[str, list[list[float]]] = {name: [] for name in counts}
+        for _ in range(self.passes):
+            with self.turn():
+                for name in self._random.sample(sorted(counts), len(counts)):
+                    if name in failures:
+                        continue
+                    # A turn's first samples run at the clock that the last turn left: not kept, if calls are short.
+                    drop = 2 if counts[name] > 2 else 0
+                    got, reason = attempt(lambda name=name, n=drop: self.samples(calls[name], counts[name] + n)[n:])
+                    if got is None:
+                        failures[name] = reason
+                    else:
+                        seen[name].append(got)
         return {name: _timing(passes) for name, passes in seen.items() if name not in failures}, failures
 
     def _pilot(self, timed: Timed) -> float:

@@ -24,7 +24,7 @@ from flashtile.bench_mark.result import Result, Row, cell, markdown_table
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 NOTHING = "No result file has been committed yet.\n"
 COLOURS = {
-    "flashtile": "#d55e00", "fa3": "#0072b2", "cudnn": "#56b4e9", "fa2": "#7f8c8d", "flex": "#cc79a7",
+    "flashtile": "#d55e00", "flashtile_triton": "#e9a15f", "fa3": "#0072b2", "cudnn": "#56b4e9", "fa2": "#7f8c8d", "flex": "#cc79a7",
     "efficient": "#b8a23a", "sdpa": "#009e73", "naive": "#c9ccd1", "naive_compiled": "#a3a9b3",
     "dense_compiled": "#8a90a0", "mock": "#e8c39e", "flash": "#d55e00",
 }  # fmt: skip
@@ -158,6 +158,13 @@ def tune_table(result: Result) -> str:
         body.append([*(row[k] for k in (*key, "block_m", "block_n", "num_warps", "num_stages", "geomean_ms")), gain])
     columns = ["kernel", "head_dim", "dtype", "block_m", "block_n", "num_warps", "num_stages", "ms", "gain"]
     return markdown_table(columns, body)
+
+
+def feature_table(result: Result) -> str:
+    """Return what each mask, score and option costs, beside its target and FlexAttention."""
+    columns = ("feature", "provider", "head_dim", "mode", "ms", "times_plain", "tiles", "target", "met", "vs_flex",
+               "status", "reason")  # fmt: skip
+    return result.markdown(columns)
 
 
 # ---- figures
@@ -321,11 +328,13 @@ def figures_of(result: Result, folder: Path, stem: str) -> list[Path]:
 
 TABLES: dict[str, Callable[[Result], str]] = {
     "flash_attention": attention_tables,
+    "features": feature_table,
     "llama": llama_tables,
     "tune_launch": tune_table,
 }
 TITLES = {
     "flash_attention": "Attention against its peers",
+    "features": "What masks, scores and options cost",
     "llama": "One LLaMA-7B-shaped layer",
     "atten": "The plain baseline",
     "overhead": "Host overhead",

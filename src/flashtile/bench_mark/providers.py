@@ -218,6 +218,13 @@ def _flashtile(case: Case) -> Attention:
     return lambda q, k, v: attention(q, k, v, is_causal=case.causal)
 
 
+def _flashtile_triton(case: Case) -> Attention:
+    from flashtile.attention import flash_attention
+
+    attention: Any = flash_attention
+    return lambda q, k, v: attention(q, k, v, is_causal=case.causal, backend="triton")
+
+
 def _sdpa(case: Case) -> Attention:
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
 
@@ -272,6 +279,7 @@ PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
         Provider("flashtile", "flashtile", _flashtile, head_dim_max=256),
+        Provider("flashtile_triton", "flashtile, portable kernels", _flashtile_triton, devices=_GPU, head_dim_max=256),
         Provider("fa2", "FlashAttention-2 (torch)", _sdpa, devices=_GPU, dtypes=_HALF, head_dim_max=256,
                  context=_backend(SDPBackend.FLASH_ATTENTION)),
         Provider("cudnn", "cuDNN (torch)", _sdpa, devices=_GPU, dtypes=_HALF, head_dim_multiple=8,
@@ -290,7 +298,7 @@ PROVIDERS: dict[str, Provider] = {
     )
 }  # fmt: skip
 
-OURS = ("flashtile", "mock", "dense_compiled")
+OURS = ("flashtile", "flashtile_triton", "mock", "dense_compiled")
 
 
 def select(names: tuple[str, ...]) -> list[Provider]:
