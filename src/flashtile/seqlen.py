@@ -81,8 +81,8 @@ def along_rows(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.ndim >= 2 and index.shape[-1] == 1
 
 
-def _along_rows_on_device(index):
-    return index.shape[len(index.shape) - 1] == 1
+def _along_rows_when_compiled(index):
+    return int(index.shape[len(index.shape) - 1]) == 1
 
 
 # What ``mask.jitted`` puts in place of each function.
@@ -90,5 +90,8 @@ ON_DEVICE = {
     gather: _gather_on_device,
     select: _select_on_device,
     wide: _wide_on_device,
-    along_rows: _along_rows_on_device,
 }
+# What it puts there where inputs have 16 bits and indices less than 22 (NVIDIA GPUs, sm_75 and later).
+ROUGH_ON_DEVICE: dict[Any, Any] = {}
+# Likewise, but what it returns is known when compiling: of two branches only one is compiled.
+WHEN_COMPILED = {along_rows: _along_rows_when_compiled}

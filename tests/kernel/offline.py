@@ -109,6 +109,7 @@ def launches(arch: str, call: Callable[[], Any]) -> list[Launch]:
     with (
         mock.patch.object(launch, "arch_of", return_value=arch),
         mock.patch.object(launcher, "has_copy_engine", return_value=copy_engine),
+        mock.patch.object(launcher, "has_rough_tanh", return_value=arch.startswith("sm_")),
         mock.patch.object(launcher, "run", record),
     ):
         call()

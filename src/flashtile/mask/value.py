@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashtile.seqlen import ON_DEVICE, select
+from flashtile.seqlen import ON_DEVICE, ROUGH_ON_DEVICE, WHEN_COMPILED, select
 
 Sizes = tuple[tuple[int, int] | None, ...]  # of (batch, heads_q, seqlen_q, seqlen_k)
 ANY_SIZES: Sizes = (None, None, None, None)
@@ -31,11 +31,12 @@ class DeviceMask(NamedTuple):
 
 
 @functools.cache
-def jitted(fn: Callable) -> Any:
+def jitted(fn: Callable, rough: bool = False) -> Any:
     """Return ``triton.jit`` of a plain function, the same object for the same function, importing Triton only now.
 
-    A copy of the function is jitted, in whose globals ``gather``, ``select`` and ``wide`` have their device forms,
-    other plain functions that it calls are jitted likewise, and ``tl`` is ``triton.language``.
+    A copy of the function is jitted, in whose globals ``gather``, ``select`` and ``wide`` have their device forms
+    (``rough``: those that are good enough for 16-bit inputs), other plain functions that it calls are jitted likewise,
+    and ``tl`` is ``triton.language``.
     """
     import triton
 
@@ -44,8 +45,13 @@ def jitted(fn: Callable) -> Any:
     scope["_triton_language"] = triton.language
     for name in _globals_read(fn):
         value = scope.get(name)
-        if isinstance(value, types.FunctionType) and not value.__module__.startswith("triton."):
-            scope[name] = jitted(ON_DEVICE.get(value, value))
+        if not isinstance(value, types.FunctionType) or value.__module__.startswith("triton."):
+            continue
+        if value in WHEN_COMPILED:
+            scope[name] = triton.constexpr_function(WHEN_COMPILED[value])
+        else:
+            device_form = ON_DEVICE.get(value, value)
+            scope[name] = jitted(ROUGH_ON_DEVICE.get(value, device_form) if rough else device_form, rough)
     return triton.jit(types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__))
 
 

@@ -6,7 +6,7 @@ A score is two plain Python functions and their runtime arguments; like masks th
     derivative(where, q_idx, k_idx, s, args)  -> d(new logit) / ds at the same s
 
 Numbers and tensors live in ``args``, so a new cap or a new bias compiles nothing new. Beside arithmetic the functions
-may call ``exp2 log2 tanh absolute select`` and ``gather read`` from here. ``a.then(b)`` applies ``a`` first.
+may call ``exp2 log2 tanh absolute select``, ``gather read`` and ``real`` from here. ``a.then(b)`` applies ``a`` first.
 
 Gradients flow to the tensors that a score declares (``gradients``): each says what the logit's derivative with respect
 to one entry of the tensor is, and which entry that is. ``docs/scores.md`` has an example of every score.
@@ -14,7 +14,7 @@ to one entry of the tensor is, and which entry that is. ``docs/scores.md`` has a
 ``None`` in place of a score means that logits stay as they are; the kernels then spend nothing on it.
 """
 
-from flashtile.score.functions import Entries, absolute, exp2, log2, read, tanh
+from flashtile.score.functions import Entries, absolute, exp2, log2, read, real, tanh
 from flashtile.score.gradcheck import gradcheck
 from flashtile.score.kinds import alibi, bias, for_scale, identity, relative_position, softcap, temperature
 from flashtile.score.value import Bucket, DeviceScore, Gradient, Parameter, Score
@@ -37,6 +37,7 @@ __all__ = [
     "identity",
     "log2",
     "read",
+    "real",
     "relative_position",
     "select",
     "softcap",

@@ -92,13 +92,13 @@ class Score:
         """Return the score that applies this one first and ``after`` to its result."""
         return Score(f"{self.name}, {after.name}", _then_forward, _then_derivative, (self, after))
 
-    def on_device(self) -> DeviceScore:
-        """Return the form that kernels take."""
-        args = _on_device(self.args)
+    def on_device(self, rough: bool = False) -> DeviceScore:
+        """Return the form that kernels take, ``rough`` where it may be as imprecise as 16-bit inputs are."""
+        args = _on_device(self.args, rough)
         if any(isinstance(arg, tuple) for arg in args):
             # The later constant that DeviceMask's text speaks of; not None, which `score is None` would trip over.
             args = (*args, 1)
-        return DeviceScore(args, jitted(self.forward), jitted(self.derivative))
+        return DeviceScore(args, jitted(self.forward, rough), jitted(self.derivative, rough))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor among the arguments, in order."""
@@ -201,10 +201,10 @@ def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
     return _each(value, lambda item: _replaced(item, tensors)) if isinstance(value, tuple) else value
 
 
-def _on_device(value: Any) -> Any:
+def _on_device(value: Any, rough: bool) -> Any:
     if isinstance(value, Score):
-        return value.on_device()
-    return _each(value, _on_device) if isinstance(value, tuple) else value
+        return value.on_device(rough)
+    return _each(value, lambda item: _on_device(item, rough)) if isinstance(value, tuple) else value
 
 
 def _each(value: tuple, function: Callable) -> tuple:
