@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-Attention = Literal["flash", "naive", "sdpa"]
-"""Who computes attention: flashtile's kernels, the readable dense module, or torch's own function."""
+Attention = Literal["flash", "flash_triton", "naive", "sdpa"]
+"""Who computes attention: flashtile's kernels (the fastest that serve, or the portable ones), the readable dense
+module, or torch's own function."""
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 """The autocast type; "auto" depends on the device."""
@@ -60,7 +61,8 @@ class ModelConfig:
     tie_embeddings: bool = False
     """Whether lm_head shares the embedding's weight."""
     attention: Attention = "flash"
-    """Who computes attention: "flash" (flashtile), "naive" (dense, readable) or "sdpa" (torch)."""
+    """Who computes attention: "flash" (flashtile), "flash_triton" (its portable GPU kernels), "naive" (dense, readable)
+    or "sdpa" (torch)."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "vocab_size", "context_length", "d_model", "num_layers", "rope_theta")

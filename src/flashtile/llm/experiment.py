@@ -1,6 +1,7 @@
 """The same training run under several attention settings: do they learn alike, and how fast are they?
 
-`python -m flashtile.llm.experiment OUT_DIR [--compile]` compares all of them on GPT-2 124M, in bf16 on a GPU.
+`python -m flashtile.llm.experiment OUT_DIR [--compile] [SETTING ...]` compares them on GPT-2 124M, in bf16 on a GPU;
+the settings are flash, naive and sdpa unless some are named.
 """
 
 from __future__ import annotations
@@ -130,4 +131,5 @@ def provenance(device: torch.device) -> dict[str, Any]:
 if __name__ == "__main__":
     model, training = PRESETS["gpt2-124m"]
     training = replace(training, compile="--compile" in sys.argv[2:])
-    compare_attention(["flash", "naive", "sdpa"], model, training, sys.argv[1])
+    named: Any = [word for word in sys.argv[2:] if not word.startswith("-")]
+    compare_attention(named or ["flash", "naive", "sdpa"], model, training, sys.argv[1])

@@ -151,10 +151,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, attention: Atten
         q: `(..., heads, seqlen_q, head_dim)`.
         k: `(..., heads_kv, seqlen_k, head_dim)`, `v` likewise.
         is_causal: query i sees keys `j <= i + seqlen_k - seqlen_q`, so new queries see all cached keys.
-        attention: "flash", "naive" or "sdpa".
+        attention: "flash", "flash_triton", "naive" or "sdpa".
     """
     if attention == "flash":
         return flash_attention(q, k, v, is_causal=is_causal)
+    if attention == "flash_triton":
+        return flash_attention(q, k, v, is_causal=is_causal, backend="triton")
     if attention == "naive":
         return _DENSE[is_causal](q, k, v)
     check_attention(attention)
