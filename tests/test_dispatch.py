@@ -12,7 +12,8 @@ import flashtile
 from flashtile import dispatch
 from flashtile.dispatch import Problem, explain, select
 from flashtile.kernel import backend as backends
-from flashtile.kernel import launch
+from flashtile.kernel import hopper, launch
+from flashtile.kernel.layout import copied_in_blocks
 
 TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not TRITON, reason="triton is not installed")
@@ -66,18 +67,83 @@ def test_cpu_tensors_go_to_the_interpreter_when_told(monkeypatch):
 
 
 @needs_triton
-def test_gpu_tensors_go_to_triton_with_the_table_s_configurations(plain_cpu):
-    plan = select(H200)
-    assert plan.backend == "triton"
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_gpu_tensors_go_to_triton_with_the_table_s_configurations(plain_cpu, arch):
+    plan = select(H200._replace(arch=arch), "triton")
+    assert (plan.backend, plan.backward) == ("triton", "triton")
     assert set(plan.launch) == set(launch.KERNELS)
     for kernel, config in plan.launch.items():
-        assert config == launch.lookup(kernel, "sm_90", 128, 128, torch.bfloat16)
+        assert config == launch.lookup(kernel, arch, 128, 128, torch.bfloat16)
+    assert select(H200._replace(arch="sm_80")).backend == "triton"
+
+
+@needs_triton
+def test_hopper_gpus_have_kernels_of_their_own(plain_cpu):
+    plan = select(H200)
+    assert (plan.backend, plan.backward) == ("hopper", "hopper")
+    assert set(plan.launch) == {"hopper_forward", "hopper_backward"}
+    for kernel, config in plan.launch.items():
+        assert config == launch.lookup_hopper(kernel, 128, 128, torch.bfloat16)
+    assert "could serve this too" in plan.rejected["triton"]
+
+
+LEFT_TO_TRITON = {  # name: (what is different, what the reason holds)
+    "another-gpu": ({"arch": "sm_100"}, "not for sm_100"),
+    "float32": ({"dtype": torch.float32}, "not in float32"),
+    "wide": ({"head_dim": 512, "head_dim_v": 512}, "head_dim up to 256"),
+    "odd": ({"head_dim_v": 60}, "multiple of 8"),
+    "strides": ({"copied_in_blocks": False}, "multiples of 16 bytes"),
+    "dropout": ({"asks": ("dropout",)}, "dropout"),
+    "max-logits": ({"asks": ("max_logits",)}, "largest logits"),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize(("changes", "reason"), LEFT_TO_TRITON.values(), ids=LEFT_TO_TRITON)
+def test_what_the_hopper_kernels_leave_to_the_portable_ones(plain_cpu, changes, reason):
+    plan = select(H200._replace(**changes))
+    assert (plan.backend, plan.backward) == ("triton", "triton")
+    assert reason in plan.rejected["hopper"]
+    with pytest.raises(ValueError, match="backend 'hopper'"):
+        select(H200._replace(**changes), "hopper")
+
+
+@needs_triton
+def test_deterministic_gradients_take_the_portable_backward_pass(plain_cpu):
+    request_ = H200._replace(asks=("deterministic gradients",))
+    plan = select(request_)
+    assert (plan.backend, plan.backward) == ("hopper", "triton")
+    assert set(plan.launch) == {"hopper_forward", "backward_dq", "backward_dkdv"}
+    assert "backward by   triton: hopper adds to dq in the order in which programs finish" in explain(request_)
+
+
+@needs_triton
+def test_another_triton_has_another_gluon(plain_cpu, monkeypatch):
+    monkeypatch.setattr("flashtile.kernel.hopper.TRITON", "2.0")
+    hopper._other_triton.cache_clear()
+    try:
+        plan = select(H200)
+        assert (plan.backend, "Gluon of Triton 2.0" in plan.rejected["hopper"]) == ("triton", True)
+    finally:
+        hopper._other_triton.cache_clear()
+
+
+def test_what_the_copy_engine_can_read():
+    t = torch.empty(2, 3, 8, 16, dtype=torch.bfloat16)
+    assert copied_in_blocks(t)
+    assert copied_in_blocks(t.transpose(1, 2))
+    assert copied_in_blocks(t[:, :, ::2])
+    assert copied_in_blocks(t[:, :1].expand(2, 3, 8, 16))
+    assert copied_in_blocks(torch.empty(1, 1, 5, 20, dtype=torch.bfloat16)[..., :16]) is False  # rows of 40 bytes
+    assert copied_in_blocks(t.mT) is False
+    assert copied_in_blocks(t[..., 1:9]) is False
+    assert copied_in_blocks(t[:0]) is False
 
 
 REFUSED = {  # name: (problem, backend, error, what its text holds)
     "cpu-for-gpu": (H200, "cpu", ValueError, ("'cpu'", "CPU tensors", "cuda")),
     "triton-for-cpu": (problem(), "triton", ValueError, ("'triton'", "GPU tensors", "TRITON_INTERPRET=1")),
-    "unknown": (problem(), "hip", ValueError, ("backend is 'hip'", "'triton', 'cpu'")),
+    "unknown": (problem(), "hip", ValueError, ("backend is 'hip'", "'hopper', 'triton', 'cpu'")),
     "float64-on-gpu": (problem("cuda", "sm_90", torch.float64), None, TypeError, ("float64", "triton", "cpu")),
     "device": (problem("mps", "mps"), None, ValueError, ("no backend serves", "not on mps")),
 }
@@ -92,7 +158,7 @@ def test_refusals_say_what_is_missing(plain_cpu, request_, backend, error, texts
     assert "not served" in explain(request_, backend=backend)
 
 
-@pytest.mark.parametrize("backend", [None, "triton"])
+@pytest.mark.parametrize("backend", [None, "triton", "hopper"])
 def test_without_triton_a_gpu_request_names_the_package(no_triton, backend):
     with pytest.raises(ModuleNotFoundError, match="needs the package triton"):
         select(H200, backend)
@@ -106,12 +172,12 @@ def test_without_triton_cpu_tensors_are_served(no_triton, monkeypatch):
 @needs_triton
 def test_explain_of_a_gpu_that_need_not_be_here(plain_cpu):
     text = explain(H200)
-    config = launch.lookup("backward_dq", "sm_90", 128, 128, torch.bfloat16)
+    config = launch.lookup_hopper("hopper_backward", 128, 128, torch.bfloat16)
     for piece in (
         "q (2, 6, 33, 128)",
         "bfloat16 on sm_90, causal",
-        "served by     triton: GPU tensors",
-        f"{config.block_m} queries x {config.block_n} keys, {config.num_warps} warps",
+        "served by     hopper: tensors on a GPU of compute capability 9.0",
+        f"{config.block_m} queries x {config.block_n} keys, {config.consumers} consumer warpgroups",
         "not chosen    cpu: serves CPU tensors",
     ):
         assert piece in text
@@ -162,7 +228,7 @@ def test_choosing_is_cheap(plain_cpu):
 
 @pytest.mark.parametrize("name", backends.NAMES)
 def test_backends_have_both_passes(name):
-    if name == "triton" and not TRITON:
+    if name != "cpu" and not TRITON:
         pytest.skip("triton is not installed")
     loaded = backends.load(name)
     assert loaded.name == name
@@ -182,7 +248,7 @@ def test_error_reaches_the_caller_of_attention():
 @pytest.mark.gpu
 def test_on_this_gpu():
     q = torch.empty(2, 4, 64, 128, device="cuda", dtype=torch.bfloat16)
+    arch = launch.arch_of(q.device)
     plan = select(Problem.of(q, q, q))
-    assert plan.backend == "triton"
-    assert plan.launch["forward"] == launch.lookup("forward", launch.arch_of(q.device), 128, 128, torch.bfloat16)
-    assert launch.arch_of(q.device) in explain(q, q, q)
+    assert plan.backend == ("hopper" if arch == "sm_90" else "triton")
+    assert arch in explain(q, q, q)

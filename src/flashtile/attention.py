@@ -136,15 +136,16 @@ def flash_attention(
             It drops whenever it is told to: a module passes 0 in eval mode. Which weights are dropped depends on a seed
             and their place alone, so that recomputation and other backends drop the same ones.
         generator: what the seed is drawn from, which advances; the default generator of q's device if None.
-        deterministic: gradients must be bit-identical from run to run. They are, always: no pass adds up in an order
-            that varies.
+        deterministic: gradients are bit-identical from run to run. So they are anyway, except those of q from the
+            backend "hopper", which adds them up in the order in which its programs finish; there this (or
+            ``torch.use_deterministic_algorithms``) takes the backward pass of "triton".
         differentiable_twice: compute by plain PyTorch operations, one block of queries at a time, which can be
             differentiated any number of times in every mode; slower, O(n * block) memory for first derivatives in eager
             mode (compilers and torch.func transforms keep every block).
         return_lse: also return lse, which is differentiable.
         return_max_logits: also return, last, the largest s of every query, shaped as lse, -inf where it sees no key;
             not differentiable.
-        backend: "triton" or "cpu"; if None, what ``flashtile.explain(q, k, v)`` says.
+        backend: "hopper", "triton" or "cpu"; if None, what ``flashtile.explain(q, k, v)`` says.
 
     Returns:
         o, or a tuple of o and what else was asked for. A query that sees no key has o = 0, lse = -inf (its sink, if
@@ -176,7 +177,7 @@ def flash_attention(
     ):
         check_features.switches(deterministic=deterministic, differentiable_twice=differentiable_twice,
                                 return_max_logits=return_max_logits)  # fmt: skip
-        options = _Options(is_causal, mask, score, softmax_scale, sinks, dropout_p, generator, backend)
+        options = _Options(is_causal, mask, score, softmax_scale, sinks, dropout_p, generator, backend, deterministic)
         found = _attend(q, k, v, options, None, differentiable_twice, return_max_logits)
         return _asked_for(*found, return_lse, return_max_logits)
     if _must_be_an_operator(q, k, v):
@@ -322,7 +323,7 @@ def flash_attention_varlen(
     seqlens = Seqlens(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     check_features.seqlens_fit(seqlens, max_seqlen_q, max_seqlen_k, q, k)
     seqlens = Seqlens(*(t if t is None or t.is_contiguous() else t.contiguous() for t in seqlens[:4]))
-    options = _Options(is_causal, mask, score, softmax_scale, sinks, dropout_p, generator, backend)
+    options = _Options(is_causal, mask, score, softmax_scale, sinks, dropout_p, generator, backend, deterministic)
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     o, lse, max_logits = _attend(q, k, v, options, seqlens, differentiable_twice, return_max_logits)
     return _asked_for(o.transpose(0, 1), lse, max_logits, return_lse, return_max_logits)
@@ -339,6 +340,7 @@ class _Options(NamedTuple):
     dropout_p: Any
     generator: Any
     backend: Any
+    deterministic: bool
 
 
 def _attend(
@@ -378,7 +380,7 @@ def _asked_for(o: Tensor, lse: Tensor, max_logits: Tensor, return_lse: bool, ret
 
 def _rules(q: Tensor, k: Tensor, options: _Options, seqlens: Seqlens | None) -> Rules:
     """Return checked options as one value."""
-    is_causal, mask, score, softmax_scale, sinks, dropout_p, generator, backend = options
+    is_causal, mask, score, softmax_scale, sinks, dropout_p, generator, backend, deterministic = options
     check.options(is_causal, softmax_scale)
     check_features.kinds(mask, score, sinks)
     check_features.dropout_options(dropout_p, generator, q.device)
@@ -388,7 +390,7 @@ def _rules(q: Tensor, k: Tensor, options: _Options, seqlens: Seqlens | None) -> 
         mask = masks.dense(mask) if isinstance(mask, Tensor) else mask
         mask = also_causal(mask) if is_causal else mask
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    rules = Rules(scale, mask, score, sinks, None, seqlens, backend)
+    rules = Rules(scale, mask, score, sinks, None, seqlens, backend, deterministic)
     check_features.rules_fit(rules, q, k)
     if sinks is not None and not sinks.is_contiguous():
         rules = rules._replace(sinks=sinks.contiguous())

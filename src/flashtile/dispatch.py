@@ -13,10 +13,17 @@ import torch
 from torch import Tensor
 
 from flashtile.kernel import backend as backends
-from flashtile.kernel import check, launch
-from flashtile.kernel.layout import as_4d
+from flashtile.kernel import check, hopper, launch
+from flashtile.kernel.layout import as_4d, copied_in_blocks
 
 _GPU_TYPES = ("cuda", "xpu")  # ROCm devices are called "cuda" too
+# The kernels of each backend's passes, as the launch table calls them.
+FORWARD = {"triton": ("forward",), "hopper": ("hopper_forward",)}
+BACKWARD = {"triton": ("backward_dq", "backward_dkdv"), "hopper": ("hopper_backward",)}
+
+
+# What a request can ask for beyond what every backend has.
+ASKS = ("dropout", "max_logits", "packed sequences", "deterministic gradients")
 
 
 class Problem(NamedTuple):
@@ -33,17 +40,21 @@ class Problem(NamedTuple):
     head_dim: int
     head_dim_v: int
     is_causal: bool
+    asks: tuple[str, ...] = ()  # what not every backend has: names among ASKS
+    copied_in_blocks: bool = True  # whether the copy engine of sm_90 can read q, k and v where they lie
     options: str = ""  # mask, score and the rest in words: every backend serves them all
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Problem:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, asks: tuple[str, ...] = ()) -> Problem:
         """Read the problem off checked 4-D tensors."""
         batch, heads_q, seqlen_q, head_dim = q.shape
         _, heads_kv, seqlen_k, head_dim_v = v.shape
         device_type, arch = _device(q.device)
+        in_blocks = arch != "sm_90" or (copied_in_blocks(q) and copied_in_blocks(k) and copied_in_blocks(v))
         return cls(
-            device_type, arch, q.dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, is_causal
-        )
+            device_type, arch, q.dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, is_causal,
+            asks, in_blocks,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         return (
@@ -57,12 +68,17 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer: which backend, why, its launch configurations, and why each other backend was not chosen."""
+    """The answer: which backend, why, its launch configurations, and why each other backend was not chosen.
+
+    ``backward`` is the backend of the backward pass where it is another one, and ``reason_backward`` says why.
+    """
 
     backend: str
     reason: str
-    launch: Mapping[str, launch.LaunchConfig] = field(default_factory=dict)
+    launch: Mapping[str, launch.LaunchConfig | launch.HopperConfig] = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
+    backward: str = ""
+    reason_backward: str = ""
 
 
 @functools.cache
@@ -89,6 +105,8 @@ def _refusal(name: str, problem: Problem) -> tuple[type[Exception], str] | None:
     on = problem.device_type
     if name == "cpu":
         return None if on == "cpu" else (ValueError, f"serves CPU tensors, not those on {on}")
+    if name == "hopper" and on != "cuda":
+        return ValueError, f"serves CUDA tensors, not those on {on}"
     if on not in _GPU_TYPES and on != "cpu":
         return ValueError, f"serves tensors on {' or '.join(_GPU_TYPES)}, not on {on}"
     if on == "cpu" and not interpreting():
@@ -99,6 +117,8 @@ def _refusal(name: str, problem: Problem) -> tuple[type[Exception], str] | None:
         return TypeError, "computes in float32 at most, not in float64 (the CPU and FlashAttentionMock do)"
     if not has_triton():
         return ModuleNotFoundError, "needs the package triton, which is not installed (pip install triton)"
+    if name == "hopper" and (refusal := hopper.refusal(problem, "forward")):
+        return ValueError, refusal
     return None
 
 
@@ -106,7 +126,8 @@ def _refusal(name: str, problem: Problem) -> tuple[type[Exception], str] | None:
 def select(problem: Problem, backend: str | None = None) -> Plan:
     """Return the plan for ``problem``: the backend asked for, or else the fastest that can serve it.
 
-    GPU tensors are served by Triton; CPU tensors by PyTorch, or by Triton's interpreter when TRITON_INTERPRET=1.
+    GPU tensors are served by Triton, on sm_90 by its Gluon where that has a kernel ("hopper"); CPU tensors by PyTorch,
+    or by Triton's interpreter when TRITON_INTERPRET=1.
 
     Raises ValueError, TypeError or ModuleNotFoundError that says what is missing, if none (or the one asked for) can.
     """
@@ -118,13 +139,17 @@ def select(problem: Problem, backend: str | None = None) -> Plan:
         raise refusal[0](f"backend {backend!r} {refusal[1]}; asked for {problem}")
     if not able:
         reasons = "; ".join(f"backend {name!r} {refusal[1]}" for name, refusal in refusals.items() if refusal)
-        error = next(refusal[0] for refusal in refusals.values() if refusal)
+        error = next(refusals[name][0] for name in ("triton", "cpu") if refusals[name])  # pyright: ignore  # the widest
         raise error(f"no backend serves {problem}: {reasons}")
     chosen = backend or able[0]  # NAMES lists the fastest first
     reason = "asked for" if backend else _why(chosen, problem)
     spare = f"could serve this too, but {chosen!r} was {'asked for' if backend else 'preferred'}"
     rejected = {name: refusal[1] if refusal else spare for name, refusal in refusals.items() if name != chosen}
-    return Plan(chosen, reason, _launches(chosen, problem), rejected)
+    backward, reason_backward = chosen, ""
+    if chosen == "hopper" and (refusal := hopper.refusal(problem, "backward")):
+        backward, reason_backward = "triton", f"hopper {refusal}"
+    launches = _launches(chosen, problem, FORWARD) | _launches(backward, problem, BACKWARD)
+    return Plan(chosen, reason, launches, rejected, backward, reason_backward)
 
 
 def _why(name: str, problem: Problem) -> str:
@@ -132,19 +157,21 @@ def _why(name: str, problem: Problem) -> str:
         return "CPU tensors"
     if problem.device_type == "cpu":
         return "TRITON_INTERPRET=1, so the GPU's kernels run on CPU tensors"
-    return "GPU tensors"
+    return "tensors on a GPU of compute capability 9.0" if name == "hopper" else "GPU tensors"
 
 
-def _launches(name: str, problem: Problem) -> dict[str, launch.LaunchConfig]:
-    if name != "triton":
+def _launches(name: str, problem: Problem, kernels: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    if name == "cpu" or (kernels is BACKWARD and _only_forward(problem)):
         return {}
+    sizes = problem.head_dim, problem.head_dim_v, problem.dtype
+    if name == "hopper":
+        return {kernel: launch.lookup_hopper(kernel, *sizes) for kernel in kernels[name]}
     arch = "interpreter" if problem.device_type == "cpu" else problem.arch
-    forward_only = max(problem.head_dim, problem.head_dim_v) > check.MAX_HEAD_DIM
-    return {
-        kernel: launch.lookup(kernel, arch, problem.head_dim, problem.head_dim_v, problem.dtype)
-        for kernel in launch.KERNELS
-        if kernel == "forward" or not forward_only
-    }
+    return {kernel: launch.lookup(kernel, arch, *sizes) for kernel in kernels[name]}
+
+
+def _only_forward(problem: Problem) -> bool:
+    return max(problem.head_dim, problem.head_dim_v) > check.MAX_HEAD_DIM
 
 
 def explain(
@@ -166,14 +193,18 @@ def explain(
     if not isinstance(q, Problem):
         check.attention_inputs(q, k, v)
         q = Problem.of(as_4d(q), as_4d(_tensor(k)), as_4d(_tensor(v)), is_causal)
-        q = q._replace(options=_in_words(is_causal, mask, score, sinks, dropout_p))
+        q = q._replace(
+            options=_in_words(is_causal, mask, score, sinks, dropout_p), asks=("dropout",) if dropout_p else ()
+        )
     lines = [f"request       {q}"]
     try:
         plan = select(q, backend)
     except (ValueError, TypeError, ImportError, NotImplementedError) as error:
         return "\n".join([*lines, f"not served    {error}"])
     lines.append(f"served by     {plan.backend}: {plan.reason}")
-    lines += [f"{kernel:<14}{_describe(config)}" for kernel, config in plan.launch.items()]
+    if plan.backward != plan.backend:
+        lines.append(f"backward by   {plan.backward}: {plan.reason_backward}")
+    lines += [f"{kernel:<14} {_describe(config)}" for kernel, config in plan.launch.items()]
     lines += [f"not chosen    {name}: {why}" for name, why in plan.rejected.items()]
     return "\n".join(lines)
 
@@ -195,8 +226,8 @@ def _tensor(t: Any) -> Tensor:
     return t
 
 
-def _describe(config: launch.LaunchConfig) -> str:
-    return (
-        f"{config.block_m} queries x {config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages "
-        f"({config.source})"
-    )
+def _describe(config: launch.LaunchConfig | launch.HopperConfig) -> str:
+    tile = f"{config.block_m} queries x {config.block_n} keys"
+    if isinstance(config, launch.HopperConfig):
+        return f"{tile}, {config.consumers} consumer warpgroups, {config.stages} stages ({config.source})"
+    return f"{tile}, {config.num_warps} warps, {config.num_stages} stages ({config.source})"

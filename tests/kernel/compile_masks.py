@@ -52,7 +52,7 @@ def compile_classification(value: mask.Mask, arch: str) -> dict:
     """Compile the kernel that classifies the tiles of a mask without ranges; return as ``compile_one`` does."""
     config = launch.LaunchConfig(128, 64, 4, 1)
     args = (torch.empty(8, dtype=torch.int8), 1000, 1000, 2, 8, 16, value.on_device())
-    constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "OF_KEYS": True}
+    constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "OF_KEYS": True, "WIDTH_M": config.block_m}
     launched = offline.Launch(tile_lists.classify_kernel, args, constants, config)
     return {"loops": offline.compile_launch(launched, arch).asm["ttgir"].count("scf.for")}
 

@@ -12,10 +12,12 @@ import torch
 from flashtile import mask
 from flashtile.kernel.launch import LaunchConfig
 from flashtile.mask import Mask, gather
+from flashtile.seqlen import Where
 from tests.reference import Case, Result, assert_result_accurate, plain, reference
 
 pytest.importorskip("triton")
 
+from flashtile.kernel import tile_lists
 from flashtile.kernel.flash_attention_backward import backward
 from flashtile.kernel.flash_attention_triton import forward
 
@@ -143,3 +145,20 @@ def test_kernels_compile_with_masks() -> None:
     results = json.loads(done.stdout.splitlines()[-1])
     assert [result for result in results if "error" in result] == []
     assert {result["loops"] for result in results if result["kernel"] == "two loops"} == {2}
+
+
+def test_tile_lists_of_blocks_that_are_no_power_of_two():
+    """Three warpgroups of 64 queries make tiles of 192 rows; here 48, against the predicate by brute force."""
+    value = mask.block_sparse(torch.rand(1, 2, 5, 7) > 0.6, 20, 16)
+    config = LaunchConfig(48, 32, 4, 1)
+    lists = tile_lists.tile_lists(value.to(DEVICE).on_device(), (1, 2, 100, 111), config, False, torch.device(DEVICE))
+    heads, rows, cols = torch.arange(2)[:, None, None], torch.arange(100)[:, None], torch.arange(111)[None]
+    visible = value.predicate(Where(0, heads, 100, 111), rows, cols, value.args)
+    for head in range(2):
+        for block in range(3):
+            tiles = [visible[head, block * 48 : block * 48 + 48, n * 32 : n * 32 + 32] for n in range(4)]
+            full = [n for n, tile in enumerate(tiles) if tile.all() and n * 32 + 32 <= 111]
+            partial = [n for n, tile in enumerate(tiles) if tile.any() and n not in full]
+            counts = [len(full), len(full) + len(partial)]
+            assert lists.counts[0, head, block].tolist() == counts
+            assert lists.order[0, head, block, : counts[1]].tolist() == full + partial

@@ -130,18 +130,18 @@ def backward(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(dq, dk, dv)`` from the backend that served the forward pass; every tensor is 4-D (lse 3-D)."""
-    plan = select(Problem.of(q, k, v, is_causal), backend)
+    plan = select(Problem.of(q, k, v, is_causal, _DETERMINISTIC if _told_deterministic() else ()), backend)
     do, dlse = _given(do, o, dlse)
     mask_ = _mask(is_causal)
-    return load(plan.backend).backward(do, q, k, v, o, lse, dlse, softmax_scale=softmax_scale, mask=mask_)
+    return load(plan.backward).backward(do, q, k, v, o, lse, dlse, softmax_scale=softmax_scale, mask=mask_)
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules, max_logits: Tensor | None = None) -> tuple:
     """Return ``(o, lse)`` under ``rules``; ``max_logits``, shaped as lse, receives the largest logit of each row."""
-    plan = select(Problem.of(q, k, v, rules.mask is CAUSAL), rules.backend)
-    options = rules.options()
+    asks, options = rules.asks(), rules.options()
     if max_logits is not None:
-        options["max_logits"] = max_logits
+        asks, options["max_logits"] = (*asks, "max_logits"), max_logits
+    plan = select(Problem.of(q, k, v, rules.mask is CAUSAL, asks), rules.backend)
     return load(plan.backend).forward(q, k, v, **options)
 
 
@@ -149,10 +149,13 @@ def run_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, rules: Rules
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(dq, dk, dv)`` under ``rules``; o and lse hold the sinks already."""
-    plan = select(Problem.of(q, k, v, rules.mask is CAUSAL), rules.backend)
+    asks = rules.asks()
+    if rules.deterministic or _told_deterministic():
+        asks += _DETERMINISTIC
+    plan = select(Problem.of(q, k, v, rules.mask is CAUSAL, asks), rules.backend)
     options = rules.options()
     options.pop("sinks", None)
-    return load(plan.backend).backward(do, q, k, v, o, lse, dlse, **options)
+    return load(plan.backward).backward(do, q, k, v, o, lse, dlse, **options)
 
 
 def gradients(
@@ -191,6 +194,14 @@ def _given(do: Tensor | None, o: Tensor, dlse: Tensor | None) -> tuple[Tensor, T
     """Return do and dlse as the passes take them; without do only the log-sum-exp was used."""
     do = o.new_zeros(()).expand(o.shape) if do is None else do.resolve_neg()
     return do, None if dlse is None else dlse.contiguous().resolve_neg()
+
+
+_DETERMINISTIC = ("deterministic gradients",)
+
+
+def _told_deterministic() -> bool:
+    """Return whether PyTorch was told to raise where an operation is not deterministic (not merely to warn)."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _mask(is_causal: bool) -> mask.Mask:

@@ -26,6 +26,7 @@ class Backend(NamedTuple):
 
 # name: modules of the forward pass, the backward pass, gradients of a score's tensors, and forward-mode tangents
 _MODULES = {
+    "hopper": ("hopper.forward", "hopper.backward", "flash_attention_score_gradient", "flash_attention_jvp"),
     "triton": ("flash_attention_triton", "flash_attention_backward", "flash_attention_score_gradient",
                "flash_attention_jvp"),
     "cpu": ("flash_attention_cpu", "flash_attention_cpu", "score_gradient_cpu", "flash_attention_jvp_cpu"),

@@ -233,9 +233,12 @@ def backward(
     batch, num_heads_q, seqlen_q, head_dim = q.shape
     num_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
     dq, dk, dv = (empty_in_order_of(t, t.shape) for t in (q, k, v))
-    if seqlens is not None or seqlen_q == 0 or batch * num_heads_q == 0:
-        for grad in (dq, dk, dv):
-            grad.zero_()
+    no_query = seqlen_q == 0 or batch * num_heads_q == 0
+    if no_query or (seqlens is not None and seqlens.seqused_q is not None):
+        dq.zero_()
+    if no_query or (seqlens is not None and seqlens.seqused_k is not None):
+        dk.zero_()
+        dv.zero_()
     if dq.numel() == 0:
         return dq, dk, dv
     arch = launch.arch_of(q.device)
@@ -245,13 +248,13 @@ def backward(
     scratch_length = seqlen.scratch_length(seqlens, seqlen_q)
     row_stride = launch.ceil_div(scratch_length, 16) * 16
     lse_log2, delta = torch.empty((2, batch * num_heads_q, row_stride), dtype=torch.float32, device=q.device)
-    device_score, device_dropout = score.on_device() if score else None, launcher.dropout_on_device(dropout)
+    device_score, device_dropout = launcher.score_on_device(score, q, k), launcher.dropout_on_device(dropout)
     scalars = (softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k)
     with launch.on_device(q.device):
         config = config_dq
         (do_src, do_strides), (q_src, q_strides) = (launcher.operand(t, config.block_m) for t in (do, q))
         (k_src, k_strides), (v_src, v_strides) = (launcher.operand(t, config.block_n) for t in (k, v))
-        num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m, False)
+        num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m)
         device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, False)
         args = (
             do_src, q_src, k_src, v_src, o, lse, None if dlse is None else dlse.contiguous(), dq, lse_log2, delta,
@@ -266,7 +269,7 @@ def backward(
         (do_src, do_strides), (q_src, q_strides) = (launcher.operand(t, config.block_m) for t in (do, q))
         (k_src, k_strides), (v_src, v_strides) = (launcher.operand(t, config.block_n) for t in (k, v))
         lse_log2_src, delta_src = (launcher.row_operand(t, scratch_length, config.block_m) for t in (lse_log2, delta))
-        num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_k, config.block_n, True)
+        num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_k, config.block_n)
         device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, True)
         args = (
             do_src, q_src, k_src, v_src, lse_log2_src, delta_src, dk, dv,

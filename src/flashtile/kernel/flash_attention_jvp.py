@@ -168,7 +168,8 @@ def jvp(
     tlse = torch.empty((batch, num_heads_q, seqlen_q), dtype=torch.float32, device=q.device)
     if tlse.numel() == 0:
         return to, tlse
-    if seqlens is not None or seqlen_k == 0 or (tq is None and tk is None and tv is None):
+    cut = seqlens is not None and seqlens.seqused_q is not None
+    if cut or seqlen_k == 0 or (tq is None and tk is None and tv is None):
         to.zero_()
         tlse.zero_()
     if seqlen_k == 0 or (tq is None and tk is None and tv is None):
@@ -183,13 +184,13 @@ def jvp(
             source, its_strides = (None, ()) if t is None else launcher.operand(t.to(like.dtype), rows)
             sources.append(source)
             strides.append(its_strides)
-        num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m, False)
+        num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m)
         device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, False)
         args = (
             *sources, o, lse.contiguous(), to, tlse,
             *strides, launcher.strides_of(o), launcher.strides_of(to), seqlen_q,
             softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, packed,
-            device_mask, score.on_device() if score else None, launcher.dropout_on_device(dropout), tiles,
+            device_mask, launcher.score_on_device(score, q, k), launcher.dropout_on_device(dropout), tiles,
         )  # fmt: skip
         programs = num_tiles * num_heads_q * batch
         launcher.run(jvp_kernel, programs, q.device, args, sizes(head_dim, head_dim_v, config), config)

@@ -340,7 +340,7 @@ def _gradient(
     args = (
         grad, do_src, q_src, k_src, v_src, *saved, do_strides, q_strides, k_strides, v_strides,
         softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k,
-        Packed.of(seqlens), mask.on_device(), p.score.on_device(),
+        Packed.of(seqlens), mask.on_device(), launcher.score_on_device(p.score, q, k),
         launcher.dropout_on_device(dropout), p.bucket and Bucket(jitted(p.bucket.number), p.bucket.args), shares,
     )  # fmt: skip
     constants = {

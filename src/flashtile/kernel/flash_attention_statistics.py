@@ -344,7 +344,7 @@ def chosen_rows(
         args = (
             q_src, k_src, lse, rows.contiguous(), p, q_strides, k_strides,
             *_scalars(q, k, softmax_scale), rows.numel(), mask.on_device(),
-            score.on_device() if score else None,
+            launcher.score_on_device(score, q, k),
         )  # fmt: skip
         tiles: Any = triton.cdiv(rows.numel(), config.block_m) * triton.cdiv(k.shape[2], config.block_n)
         programs = tiles * q.shape[1] * q.shape[0]
@@ -370,7 +370,7 @@ def _values(mask, score, softmax_scale, q, k, config, of_keys) -> tuple:
     """Return mask, score and tile lists as kernels take them."""
     score = for_scale(score, softmax_scale)
     device_mask, tiles = tile_lists.on_device(mask, q, k.shape[2], None, config, of_keys)
-    return device_mask, score.on_device() if score else None, tiles
+    return device_mask, launcher.score_on_device(score, q, k), tiles
 
 
 def _per_row(t: torch.Tensor | None, block_rows: int) -> tuple[Any, int | None]:

@@ -122,6 +122,8 @@ def forward_kernel(
         with_sink = logaddexp(lse, tl.load(sinks_ptr + at.head).to(tl.float32))
         factor *= tl.exp2((lse - with_sink) * LOG2E)
         lse = with_sink
+        if PACKED:  # no sink for the rows after the last sequence
+            lse = tl.where(at.sequence < num_sequences, lse, float("-inf"))
     if dropout is not None:
         factor *= dropout.scale
     tl.store(lse_ptr + row, lse, mask=inside)
@@ -158,21 +160,22 @@ def forward(
     num_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
     o = empty_in_order_of(q, (batch, num_heads_q, seqlen_q, head_dim_v))
     lse = torch.empty((batch, num_heads_q, seqlen_q), dtype=torch.float32, device=q.device)
-    if seqlens is not None:
+    if seqlens is not None and seqlens.seqused_q is not None:
         o.zero_()
         lse.fill_(-math.inf)
     if lse.numel() == 0:
         return o, lse
-    config = config or launch.lookup("forward", launch.arch_of(q.device), head_dim, head_dim_v, q.dtype)
+    kernel = "forward" if dropout is None else "forward_dropout"
+    config = config or launch.lookup(kernel, launch.arch_of(q.device), head_dim, head_dim_v, q.dtype)
     q_src, q_strides = launcher.operand(q, config.block_m)
     k_src, k_strides = launcher.operand(k, config.block_n)
     v_src, v_strides = launcher.operand(v, config.block_n)
-    num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m, False)
+    num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m)
     device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, False)
     args = (
         q_src, k_src, v_src, o, lse, max_logits, q_strides, k_strides, v_strides, launcher.strides_of(o), seqlen_q,
         softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, packed,
-        device_mask, score.on_device() if score else None, launcher.dropout_on_device(dropout), sinks, tiles,
+        device_mask, launcher.score_on_device(score, q, k), launcher.dropout_on_device(dropout), sinks, tiles,
     )  # fmt: skip
     programs = num_tiles * num_heads_q * batch
     with launch.on_device(q.device):

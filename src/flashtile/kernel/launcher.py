@@ -15,23 +15,29 @@ import torch
 from triton import knobs
 
 from flashtile.dropout import Dropout
-from flashtile.kernel.launch import LaunchConfig, has_copy_engine
+from flashtile.kernel.launch import HopperConfig, LaunchConfig, has_copy_engine, has_rough_tanh
+from flashtile.score import DeviceScore, Score
 
 _MOST_REMEMBERED = 4096
-_INT32_END = 2**31
+_INT22_END, _INT32_END = 2**22, 2**31
 
 _compiled: dict[tuple, _Compiled] = {}
 _tensor_maps: dict[tuple, list] = {}
+_layouts: dict[int, Any] = {}
 _thread = threading.local()
 
 
 class Descriptor(NamedTuple):
-    """A tensor that a kernel reads through the copy engine, in blocks of ``block``; its last stride is 1."""
+    """A tensor that a kernel reads through the copy engine, in blocks of ``block``; its last stride is 1.
+
+    ``layout`` is the shared-memory layout of a block where the kernel is written in Gluon; Triton chooses its own.
+    """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
+    layout: Any = None
 
 
 class DeviceDropout(NamedTuple):
@@ -45,6 +51,14 @@ class DeviceDropout(NamedTuple):
 def dropout_on_device(dropout: Dropout | None) -> DeviceDropout | None:
     """Return dropout as kernels take it."""
     return dropout and DeviceDropout(dropout.seed, dropout.threshold, dropout.rescale)
+
+
+def score_on_device(score: Score | None, q: torch.Tensor, k: torch.Tensor) -> DeviceScore | None:
+    """Return a score as every kernel takes it that works on q and k; all must take the same, to get the same logits."""
+    if score is None:
+        return None
+    short = q.shape[2] < _INT22_END and k.shape[2] < _INT22_END
+    return score.on_device(q.itemsize == 2 and short and has_rough_tanh(q.device))
 
 
 class _Compiled(NamedTuple):
@@ -98,7 +112,12 @@ def row_operand(t: torch.Tensor, length: int, block_rows: int) -> Any:
 
 
 def run(
-    kernel: Any, programs: int, device: torch.device, args: tuple, constants: dict[str, Any], config: LaunchConfig
+    kernel: Any,
+    programs: int,
+    device: torch.device,
+    args: tuple,
+    constants: dict[str, Any],
+    config: LaunchConfig | HopperConfig,
 ) -> None:
     """Launch ``programs`` programs of ``kernel`` on ``device``'s current stream.
 
@@ -140,9 +159,14 @@ def _hooked() -> bool:
 def _as_triton(arg: Any) -> Any:
     if type(arg) is not Descriptor:
         return arg
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    tensor, shape, strides, block, layout = arg
+    if layout is None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(arg.tensor, list(arg.shape), list(arg.strides), list(arg.block))
+        return TensorDescriptor(tensor, list(shape), list(strides), list(block))
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    return GluonDescriptor(tensor, list(shape), list(strides), list(block), layout)
 
 
 def _key(args: tuple, free: tuple[int, ...] = (), inside_value: bool = False) -> list:
@@ -154,19 +178,27 @@ def _key(args: tuple, free: tuple[int, ...] = (), inside_value: bool = False) ->
     key: list[Any] = []
     for i, arg in enumerate(args):
         kind = type(arg)
-        if kind is Descriptor:
-            key.append((arg.tensor.dtype, arg.block))
-        elif kind is int and i in free:
-            key.append(arg >= _INT32_END)
+        if kind is int:
+            key.append(arg >= _INT32_END if i in free else arg)
+        elif kind is Descriptor:
+            key += (arg.tensor.dtype, arg.block, _number_of(arg.layout))
         elif kind is float:  # never specialised, and 2.0 == 2 must not match an integer
             key.append(float)
         elif isinstance(arg, torch.Tensor):
-            key.append((arg.dtype, arg.data_ptr() % 16 == 0))
+            key += (arg.dtype, arg.data_ptr() % 16 == 0)
         elif isinstance(arg, tuple) and (inside_value or hasattr(kind, "_fields")):  # masks, scores, lengths, ...
             key.append((kind, *_key(arg, inside_value=True)))
         else:
             key.append(arg)
     return key
+
+
+def _number_of(layout: Any) -> int:
+    """Return a number for a layout, which is kept so that no other gets it: hashing one takes a microsecond."""
+    number = id(layout)
+    if number not in _layouts:
+        _layouts[number] = layout
+    return number
 
 
 @functools.cache
@@ -179,7 +211,7 @@ def _tensor_map(descriptor: Descriptor, encoding: dict) -> list:
 
     The map holds an address, a shape and strides, so it stays right for any tensor that later has the same ones.
     """
-    tensor, shape, strides, block = descriptor
+    tensor, shape, strides, block, _ = descriptor
     key = (tensor.data_ptr(), shape, strides, block, tensor.dtype, encoding["swizzle"])
     known = _tensor_maps.get(key)
     if known is None:

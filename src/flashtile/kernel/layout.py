@@ -35,3 +35,18 @@ def as_4d(t: Tensor) -> Tensor:
     if t.ndim == 3:
         return t.unsqueeze(0)
     return t.flatten(0, t.ndim - 4)
+
+
+def copied_in_blocks(t: Tensor) -> bool:
+    """Return whether the copy engine of sm_90 can read a 4-D tensor where it lies.
+
+    It wants dense rows, every other stride and the address in multiples of 16 bytes, and at least one entry. (The
+    stride of a dimension of size 1 says nothing.)
+    """
+    strides, shape, unit = t.stride(), t.shape, 16 // t.itemsize
+    return (
+        strides[3] == 1
+        and all(strides[i] % unit == 0 or shape[i] == 1 for i in range(3))
+        and t.data_ptr() % 16 == 0
+        and t.numel() > 0
+    )

@@ -33,6 +33,12 @@ class Rules(NamedTuple):
     dropout: Dropout | None = None
     seqlens: Seqlens | None = None
     backend: str | None = None
+    deterministic: bool = False
+
+    def asks(self) -> tuple[str, ...]:
+        """Return what not every backend has, as ``dispatch.Problem`` names it."""
+        asked = ("dropout",) if self.dropout is not None else ()
+        return (*asked, "packed sequences") if self.seqlens is not None else asked
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of a pass."""
@@ -79,15 +85,15 @@ def flatten(rules: Rules) -> Flat:
     tensors: list[Tensor] = []
     ints: list[int] = []
     floats: list[float] = []
-    parts = (rules.score, rules.sinks, rules.mask, rules.dropout, rules.seqlens, rules.backend)
+    parts = (rules.score, rules.sinks, rules.mask, rules.dropout, rules.seqlens, rules.backend, rules.deterministic)
     return Flat(_flatten(parts, tensors, ints, floats), tensors, ints, floats)
 
 
 def unflatten(softmax_scale: float, flat: Flat) -> Rules:
     """Put rules together again, with the leaves of ``flat``."""
     leaves = iter(flat.tensors), iter(flat.ints), iter(flat.floats)
-    score, sinks, mask, dropout, seqlens, backend = _unflatten(flat.structure, *leaves)
-    return Rules(softmax_scale, mask, score, sinks, dropout, seqlens, backend)
+    score, sinks, mask, *others = _unflatten(flat.structure, *leaves)
+    return Rules(softmax_scale, mask, score, sinks, *others)
 
 
 # A compiler reads this function too, so it is plain: no dispatch on types, no generators.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -16,7 +15,7 @@ class Place(NamedTuple):
     """A program's share: a block of one head of one sequence, and where that sequence lies in the tensors.
 
     ``batch`` is the tensors' first coordinate and ``sequence`` the sequence's number (the same in dense batches; packed
-    tensors have a single batch entry). The sequence's first rows are ``q_start`` and ``k_start``; its numbers per query
+    tensors have a single batch entry; the rows after the last sequence have the number after the last). The sequence's first rows are ``q_start`` and ``k_start``; its numbers per query
     (see ``scratch_length``) start at ``scratch_start``. ``block`` is -1 for a program without work.
     """
 
@@ -32,7 +31,7 @@ class Place(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Packed sequences as one kernel takes them: ``tile_starts[i]`` is the number of tiles before sequence i.
+    """Packed sequences as a kernel takes them.
 
     ``seqused_*`` is a tuple of one tensor or of none: Triton 3.6 cannot compile a tuple that holds None.
     """
@@ -41,18 +40,36 @@ class Packed(NamedTuple):
     cu_seqlens_k: Any
     seqused_q: tuple
     seqused_k: tuple
-    tile_starts: Any
 
 
 _Place = tl.constexpr(Place)
 
 
 @triton.jit
-def _length(cu_seqlens, seqused, i):
+def sequence_length(cu_seqlens, seqused, i):
+    """Return the length of packed sequence ``i``."""
     length = tl.load(cu_seqlens + i + 1) - tl.load(cu_seqlens + i)
     if len(seqused) == 1:
         length = tl.minimum(length, tl.load(seqused[0] + i))
     return length
+
+
+@triton.jit
+def sequence_of(tile, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
+    """Return (sequence, block) of tile number ``tile``; the block may lie past the sequence's end.
+
+    Sequence i has the tiles from ``cu_seqlens[i] // BLOCK + i`` on: at least as many as it has blocks, and known without
+    adding up the lengths before it.
+    """
+    # The last sequence that starts at or before the tile lies in [low, high).
+    low = tile * 0
+    high = low + num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(cu_seqlens + middle) // BLOCK + middle <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low, tile - (tl.load(cu_seqlens + low) // BLOCK + low)
 
 
 @triton.jit
@@ -71,25 +88,23 @@ def place(seqlen_q, seqlen_k, num_sequences, packed, num_heads, BLOCK: tl.conste
         return _Place(batch, batch, (program // num_blocks) % num_heads, block, 0, 0, seqlen_q, seqlen_k, 0)
     else:
         num_tiles = tl.num_programs(0) // num_heads
-        tile = program % num_tiles
-        # The last sequence that starts at or before the tile lies in [low, high).
-        low = tile * 0
-        high = low + num_sequences
-        while high - low > 1:
-            middle = (low + high) // 2
-            before = tl.load(packed.tile_starts + middle) <= tile
-            low = tl.where(before, middle, low)
-            high = tl.where(before, high, middle)
-        seqlen_q = _length(packed.cu_seqlens_q, packed.seqused_q, low)
-        seqlen_k = _length(packed.cu_seqlens_k, packed.seqused_k, low)
-        num_blocks = tl.cdiv(seqlen_k if OF_KEYS else seqlen_q, BLOCK)
-        block = tile - tl.load(packed.tile_starts + low)
-        if not OF_KEYS:
-            block = num_blocks - 1 - block
-        block = tl.where(tile < tl.load(packed.tile_starts + num_sequences), block, -1)
+        cu_seqlens = packed.cu_seqlens_k if OF_KEYS else packed.cu_seqlens_q
+        total = seqlen_k if OF_KEYS else seqlen_q
+        # The rows after the last sequence count as one more, that has no keys (no queries if OF_KEYS): so they get the
+        # results of empty rows.
+        low, block = sequence_of(program % num_tiles, cu_seqlens, num_sequences + 1, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
+        if low < num_sequences:
+            length_q = sequence_length(packed.cu_seqlens_q, packed.seqused_q, low)
+            length_k = sequence_length(packed.cu_seqlens_k, packed.seqused_k, low)
+        else:
+            after = total - tl.load(cu_seqlens + low)
+            length_q = 0 if OF_KEYS else after
+            length_k = after if OF_KEYS else 0
+        num_blocks = tl.cdiv(length_k if OF_KEYS else length_q, BLOCK)
+        block = tl.where(block < num_blocks, block if OF_KEYS else num_blocks - 1 - block, -1)
         q_start, k_start = tl.load(packed.cu_seqlens_q + low), tl.load(packed.cu_seqlens_k + low)
         scratch_start = (q_start // 4 + low) * 4
-        return _Place(low * 0, low, program // num_tiles, block, q_start, k_start, seqlen_q, seqlen_k, scratch_start)
+        return _Place(low * 0, low, program // num_tiles, block, q_start, k_start, length_q, length_k, scratch_start)
 
 
 def scratch_length(seqlens: Seqlens | None, total: int) -> int:
@@ -98,25 +113,19 @@ def scratch_length(seqlens: Seqlens | None, total: int) -> int:
     The copy engine faults on a block of a single row that does not start at a multiple of 16 bytes, so every packed
     sequence starts at a multiple of four entries, ``(cu_seqlens_q[i] // 4 + i) * 4``.
     """
-    return total if seqlens is None else total + 4 * (seqlens.cu_seqlens_q.numel() - 1)
+    return total if seqlens is None else total + 4 * seqlens.cu_seqlens_q.numel()
 
 
-def on_device(seqlens: Seqlens | None, total: int, block: int, of_keys: bool) -> tuple[int, Packed | None, int]:
+def on_device(seqlens: Seqlens | None, total: int, block: int) -> tuple[int, Packed | None, int]:
     """Return ``num_sequences`` and ``packed`` for one kernel, and how many tiles of ``block`` rows a head has at most.
 
-    ``total`` is the number of rows per head that the tiles cover. Packed lengths stay on the device, so their tiles are
-    bounded by ceil(total / block) + sequences; programs past the last one have nothing to do.
+    ``total`` is the number of rows per head that the tiles cover. Packed lengths stay on the device: see
+    ``sequence_of``; programs past the end of their sequence have nothing to do. Rows that ``seqused`` cuts off belong to
+    no program: the caller fills them.
     """
     if seqlens is None:
         return 0, None, ceil_div(total, block)
-    cu_seqlens, seqused = (
-        (seqlens.cu_seqlens_k, seqlens.seqused_k) if of_keys else (seqlens.cu_seqlens_q, seqlens.seqused_q)
-    )
-    lengths = cu_seqlens.diff()
-    if seqused is not None:
-        lengths = torch.minimum(lengths, seqused)
-    tile_starts = torch.nn.functional.pad(((lengths + block - 1) // block).cumsum(0, dtype=torch.int32), (1, 0))
-    num_sequences = cu_seqlens.numel() - 1
+    num_sequences = seqlens.cu_seqlens_q.numel() - 1
     used_q, used_k = (() if used is None else (used,) for used in (seqlens.seqused_q, seqlens.seqused_k))
-    packed = Packed(seqlens.cu_seqlens_q, seqlens.cu_seqlens_k, used_q, used_k, tile_starts)
-    return num_sequences, packed, ceil_div(total, block) + num_sequences
+    packed = Packed(seqlens.cu_seqlens_q, seqlens.cu_seqlens_k, used_q, used_k)
+    return num_sequences, packed, total // block + num_sequences + 1

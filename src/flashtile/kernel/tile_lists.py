@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from flashtile.kernel import launcher
-from flashtile.kernel.launch import LaunchConfig, ceil_div
+from flashtile.kernel.launch import HopperConfig, LaunchConfig, ceil_div
 from flashtile.kernel.tile import tile_bounds
 from flashtile.mask import DeviceMask, Mask
 from flashtile.seqlen import Seqlens, Where
@@ -39,11 +39,11 @@ class TileLists(NamedTuple):
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_heads", "num_m_blocks", "num_n_blocks"])
 def classify_kernel(
     state_ptr, seqlen_q, seqlen_k, num_heads, num_m_blocks, num_n_blocks, mask,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr, WIDTH_M: tl.constexpr,
 ):  # fmt: skip
     """Program (n_block, m_block, head, batch) writes FULL, PARTIAL or EMPTY for one tile.
 
-    A tile that reaches past the end of what is walked over (keys, or queries if OF_KEYS) is never full.
+    WIDTH_M is the power of two from BLOCK_M on: three warpgroups of 64 queries make a tile of 192. A tile that reaches past the end of what is walked over (keys, or queries if OF_KEYS) is never full.
     """
     program = tl.program_id(0)
     n_block = program % num_n_blocks
@@ -51,9 +51,10 @@ def classify_kernel(
     head = (program // num_n_blocks // num_m_blocks) % num_heads
     batch = program // num_n_blocks // num_m_blocks // num_heads
     where = _Where(batch, head, seqlen_q, seqlen_k)
-    q_idx = (m_block * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    k_idx = (n_block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    inside = (q_idx < seqlen_q) & (k_idx < seqlen_k)
+    rows, cols = tl.arange(0, WIDTH_M), tl.arange(0, BLOCK_N)
+    q_idx = (m_block * BLOCK_M + rows)[:, None]
+    k_idx = (n_block * BLOCK_N + cols)[None, :]
+    inside = (rows < BLOCK_M)[:, None] & (q_idx < seqlen_q) & (k_idx < seqlen_k)
     visible = mask.predicate(where, q_idx, k_idx, mask.args) & inside
     seen = tl.sum(tl.sum(visible.to(tl.int32), 1), 0)
     possible = tl.sum(tl.sum(inside.to(tl.int32), 1), 0)
@@ -63,7 +64,11 @@ def classify_kernel(
 
 
 def tile_lists(
-    mask: DeviceMask, shape: tuple[int, int, int, int], config: LaunchConfig, of_keys: bool, device: torch.device
+    mask: DeviceMask,
+    shape: tuple[int, int, int, int],
+    config: LaunchConfig | HopperConfig,
+    of_keys: bool,
+    device: torch.device,
 ) -> TileLists:
     """Return the lists of a mask for (batch, heads_q, seqlen_q, seqlen_k), per query block, or per key block."""
     batch, heads, seqlen_q, seqlen_k = shape
@@ -71,7 +76,8 @@ def tile_lists(
     state = torch.empty((batch, heads, num_m_blocks, num_n_blocks), dtype=torch.int8, device=device)
     if state.numel():
         args = (state, seqlen_q, seqlen_k, heads, num_m_blocks, num_n_blocks, mask)
-        constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "OF_KEYS": of_keys}
+        width = triton.next_power_of_2(config.block_m)
+        constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "OF_KEYS": of_keys, "WIDTH_M": width}
         launcher.run(classify_kernel, state.numel(), device, args, constants, replace(config, num_warps=4))
     if of_keys:
         state = state.transpose(2, 3)
@@ -81,7 +87,12 @@ def tile_lists(
 
 
 def on_device(
-    mask: Mask, q: torch.Tensor, seqlen_k: int, seqlens: Seqlens | None, config: LaunchConfig, of_keys: bool
+    mask: Mask,
+    q: torch.Tensor,
+    seqlen_k: int,
+    seqlens: Seqlens | None,
+    config: LaunchConfig | HopperConfig,
+    of_keys: bool,
 ) -> tuple[DeviceMask, TileLists | None]:
     """Return a mask as kernels take it, with tile lists if it has no ranges of its own.
 

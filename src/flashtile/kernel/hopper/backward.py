@@ -1,0 +1,262 @@
+"""The backward pass for Hopper in Gluon: warps that load and add beside two warpgroups that compute.
+
+    P = exp(score(S) - lse)     dP = dO V^T     delta = rowsum(dO * O) - dlse     dS = P * (dP - delta) * score'(S)
+    dQ = softmax_scale dS K     dK = softmax_scale dS^T Q     dV = P^T dO
+
+A program owns a block of keys of one kv head and walks over the query tiles of every query head that reads it: K and V
+stay in shared memory, dK and dV in registers. dQ is summed over programs in fp32 in global memory, by the copy engine,
+in the order in which programs come by: dQ is not the same bit for bit from run to run, dK and dV are.
+``pre_post.py`` has what comes before (delta, zeros) and after (dQ into its dtype).
+
+Source: Shah et al., FlashAttention-3 (2024); the portable version is in ``flash_attention_backward.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from flashtile.dropout import Dropout
+from flashtile.kernel import launch, launcher, seqlen, tile_lists
+from flashtile.kernel.hopper import backward_narrow, backward_sizes, backward_wide
+from flashtile.kernel.hopper.backward_parts import (
+    BOX,
+    ROWS,
+    Buffers,
+    Copies,
+    Filled,
+    key_block,
+    loader,
+    panel_layout,
+    reducer,
+    share_of,
+    write_number,
+)
+from flashtile.kernel.hopper.backward_sizes import Sizes
+from flashtile.kernel.hopper.pre_post import after_kernel, before_kernel
+from flashtile.kernel.launcher import Descriptor
+from flashtile.kernel.layout import copied_in_blocks, empty_in_order_of
+from flashtile.kernel.tile import head_dim_chunks
+from flashtile.mask import Mask
+from flashtile.mask.value import is_full
+from flashtile.score import Score, for_scale
+from flashtile.seqlen import Seqlens
+
+__all__ = ["backward", "backward_kernel"]
+
+SECTION_BYTES = 32 * 2**20  # of Q, dO and sums of dQ, which the programs of a section should find in the L2 cache
+
+_Buffers, _Copies, _Filled = gl.constexpr(Buffers), gl.constexpr(Copies), gl.constexpr(Filled)
+_narrow_consumer = backward_narrow.consumer
+_p_consumer, _ds_consumer = backward_wide.p_consumer, backward_wide.ds_consumer
+
+
+@gluon.constexpr_function
+def _blocks(count, block_type):
+    return [count, *block_type.shape]
+
+
+@gluon.jit
+def _buffers(q_desc, k_desc, lse_desc, dq_desc, P_DTYPE: gl.constexpr, SIZES: gl.constexpr):
+    """Allocate shared memory."""
+    PANELS: gl.constexpr = SIZES.head_dim // SIZES.panel
+    PANELS_V: gl.constexpr = SIZES.head_dim_v // SIZES.panel
+    HALVES: gl.constexpr = SIZES.block_n // ROWS
+    NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    dtype: gl.constexpr = q_desc.dtype
+    ds = gl.allocate_shared_memory(dtype, [2 * HALVES, ROWS, SIZES.block_m], panel_layout(64))
+    p = ds
+    if HALVES == 1:
+        p = gl.allocate_shared_memory(P_DTYPE, [ROWS, SIZES.block_m], panel_layout(64))
+    return _Buffers(
+        gl.allocate_shared_memory(dtype, _blocks(SIZES.stages * PANELS, q_desc.block_type), q_desc.layout),
+        gl.allocate_shared_memory(dtype, _blocks(HALVES * PANELS, k_desc.block_type), k_desc.layout),
+        gl.allocate_shared_memory(dtype, _blocks(HALVES * PANELS_V, k_desc.block_type), k_desc.layout),
+        gl.allocate_shared_memory(dtype, _blocks(SIZES.stages_do * PANELS_V, q_desc.block_type), q_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [SIZES.stages, SIZES.block_m], lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [SIZES.stages_do, SIZES.block_m], lse_desc.layout),
+        ds,
+        p,
+        gl.allocate_shared_memory(gl.float32, [2 * SIZES.dq_kept, ROWS, BOX], dq_desc.layout),
+        gl.allocate_shared_memory(gl.int32, [2 * SIZES.stages, 1], NUMBERS),
+        gl.allocate_shared_memory(gl.int32, [4, 1], NUMBERS),
+    )
+
+
+@gluon.jit
+def _mbarriers(COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=1)
+    return bars
+
+
+@gluon.jit(
+    do_not_specialize=["num_heads_q", "heads_per_kv", "seqlen_q", "seqlen_k", "num_sequences", "tiles_per_head",
+                       "heads_per_section"]
+)  # fmt: skip
+def backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
+    softmax_scale, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences, tiles_per_head, heads_per_section,
+    packed, mask, score, tiles, SIZES: gl.constexpr,
+):  # fmt: skip
+    """Program (section, n_block, kv head) writes dK and dV of its keys and adds to dQ of the queries that see them."""
+    num_heads_kv = num_heads_q // heads_per_kv
+    at = key_block(seqlen_q, seqlen_k, num_sequences, packed, num_heads_kv, heads_per_section, SIZES.block_n)
+    work = share_of(at, packed, num_heads_q, heads_per_kv, tiles_per_head, mask, tiles, SIZES)
+    copies = _Copies(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc)
+    P_DTYPE: gl.constexpr = gl.float16 if score is None else q_desc.dtype
+    buffers = _buffers(q_desc, k_desc, lse_desc, dq_desc, P_DTYPE, SIZES)
+    write_number(buffers.facts, 0, at.sequence)
+    write_number(buffers.facts, 1, at.seqlen_q)
+    write_number(buffers.facts, 2, at.seqlen_k)
+    write_number(buffers.facts, 3, at.block * SIZES.block_n)
+    filled = _Filled(_mbarriers(SIZES.stages), _mbarriers(1), _mbarriers(1), _mbarriers(SIZES.stages_do), _mbarriers(2))
+    fence_async_shared()
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    # (A tuple that holds jitted functions cannot be given a name.)
+    if SIZES.block_n > ROWS:
+        gl.warp_specialize(
+            [
+                (_narrow_consumer, (FIRST, copies, buffers, filled, work, softmax_scale, mask, score, SIZES)),
+                (_narrow_consumer, (SECOND, copies, buffers, filled, work, softmax_scale, mask, score, SIZES)),
+                (loader, (copies, buffers, filled, work, mask, tiles, SIZES)),
+                (reducer, (FIRST, copies, buffers, filled, work, mask, tiles, SIZES)),
+                (reducer, (SECOND, copies, buffers, filled, work, mask, tiles, SIZES)),
+            ],
+            [4, 1, 1, 1],
+            [SIZES.registers_consumer, SIZES.registers_mover, SIZES.registers_mover, SIZES.registers_mover],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_p_consumer, (copies, buffers, filled, work, softmax_scale, mask, score, SIZES)),
+                (_ds_consumer, (copies, buffers, filled, work, softmax_scale, SIZES)),
+                (loader, (copies, buffers, filled, work, mask, tiles, SIZES)),
+                (reducer, (FIRST, copies, buffers, filled, work, mask, tiles, SIZES)),
+                (reducer, (SECOND, copies, buffers, filled, work, mask, tiles, SIZES)),
+            ],
+            [4, 1, 1, 1],
+            [SIZES.registers_consumer, SIZES.registers_mover, SIZES.registers_mover, SIZES.registers_mover],
+        )
+
+
+# --- on the host ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _layout(panel: int, rank: int) -> Any:
+    return gl.NVMMASharedLayout(2 * panel, 16, rank)
+
+
+@functools.cache
+def _fp32_layout(rank: int) -> Any:
+    return gl.NVMMASharedLayout(0 if rank == 1 else 128, 32, rank)
+
+
+def _rows_descriptor(t: torch.Tensor, block_rows: int, size: Sizes) -> Descriptor:
+    """Return a (batch, heads, rows, columns) tensor as the copy engine takes it: blocks of one panel.
+
+    Packed sequences have to end where they end, not where the tensor does. So their rows are a dimension of 2**30 that
+    the kernel enters from its far end, 2**30 - length + row, and two more dimensions whose coordinates cancel what that
+    adds to the address, in 64 bits: 2**30 * (2**34 - stride) + (start + length) * stride.
+    Source: ``triton.tools.ragged_tma``.
+    """
+    shape, strides = t.shape, t.stride()
+    batch, head, row = (stride if n > 1 else 8 for n, stride in zip(shape[:3], strides[:3], strict=True))
+    if not size.packed:
+        block = (1, 1, block_rows, size.panel)
+        return Descriptor(t, tuple(shape), (batch, head, row, 1), block, _layout(size.panel, 4))
+    row = strides[2]
+    far = 2**31 - 2**16
+    shape, strides = (far, far, shape[1], 2**30, shape[3]), (2**34 - row, row, head, row, 1)
+    return Descriptor(t, shape, strides, (1, 1, 1, block_rows, size.panel), _layout(size.panel, 5))
+
+
+def _heads_per_section(mask: Mask, batch: int, heads_q: int, heads_kv: int, seqlen_q: int, size: Sizes) -> int:
+    """Return how many kv heads to take at a time; one is best where all blocks of keys take equally long."""
+    if is_full(mask):
+        return 1
+    bytes_per_head = heads_q // heads_kv * seqlen_q * (6 * size.head_dim + 2 * size.head_dim_v)
+    return max(1, min(batch * heads_kv, SECTION_BYTES // bytes_per_head))
+
+
+def backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    *,
+    softmax_scale: float,
+    mask: Mask,
+    score: Score | None = None,
+    dropout: Dropout | None = None,
+    seqlens: Seqlens | None = None,
+    config: launch.HopperConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ``(dq, dk, dv)`` for the gradients ``do`` of o and ``dlse`` of the log-sum-exp (None: zero).
+
+    Shapes as in ``flash_attention_triton.forward``. The copy engine reads q, k and v where they lie
+    (``hopper.refusal``); do too, unless it has to be copied first; o may have any strides. Memory beyond the gradients:
+    an fp32 dQ and two numbers per query, whole tiles of them. Raises NotImplementedError for dropout.
+    """
+    if dropout is not None:
+        raise NotImplementedError("the backward pass for Hopper has no registers left for dropout's random numbers")
+    score = for_scale(score, softmax_scale)
+    batch, num_heads_q, seqlen_q, head_dim = q.shape
+    num_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
+    dq, dk, dv = (empty_in_order_of(t, t.shape) for t in (q, k, v))
+    nothing = 0 in (batch * num_heads_q, seqlen_q, seqlen_k)
+    if nothing or (seqlens is not None and seqlens.seqused_q is not None):
+        dq.zero_()
+    if nothing or (seqlens is not None and seqlens.seqused_k is not None):
+        dk.zero_()
+        dv.zero_()
+    if nothing:
+        return dq, dk, dv
+    config = config or launch.lookup_hopper("hopper_backward", head_dim, head_dim_v, q.dtype)
+    if score is not None and config.block_m > 64:  # the derivative of a wide tile has no registers
+        config = dataclasses.replace(config, block_m=64)
+    size = backward_sizes.of(head_dim, head_dim_v, config, seqlens is not None)
+    if not copied_in_blocks(do):
+        do = do.contiguous()
+    num_sequences, packed, tiles_per_head = seqlen.on_device(seqlens, seqlen_q, size.block_m)
+    key_blocks_per_head = seqlen.on_device(seqlens, seqlen_k, size.block_n)[2]
+    num_tiles = batch * num_heads_q * tiles_per_head
+    scratch = torch.empty(num_tiles * size.block_m * (size.head_dim + 2), dtype=torch.float32, device=q.device)
+    per_query = num_tiles * size.block_m
+    lse_log2, delta, dq_sum = scratch.split([per_query, per_query, per_query * size.head_dim])
+    where = (num_heads_q, seqlen_q, seqlen_k, num_sequences, tiles_per_head, packed)
+    with launch.on_device(q.device):
+        args = (do, o, lse, None if dlse is None else dlse.contiguous(), lse_log2, delta, dq_sum,
+                launcher.strides_of(do), launcher.strides_of(o), seqlen_q, *where)  # fmt: skip
+        constants = {"HEAD_DIM_V": head_dim_v, "CHUNKS_V": head_dim_chunks(head_dim_v), "SIZES": size}
+        launcher.run(before_kernel, num_tiles, q.device, args, constants, config)
+
+        row_layout, per_query_block = _fp32_layout(1), (size.block_m,)
+        device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, True)
+        args = (
+            *(_rows_descriptor(t, rows, size) for t, rows in ((q, size.block_m), (k, 64), (v, 64), (do, size.block_m))),
+            *(Descriptor(t, (per_query,), (1,), per_query_block, row_layout) for t in (lse_log2, delta)),
+            *(_rows_descriptor(t, 64, size) for t in (dk, dv)),
+            Descriptor(dq_sum, (dq_sum.numel() // 32, 32), (32, 1), (64, 32), _fp32_layout(2)),
+            softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, tiles_per_head,
+            _heads_per_section(mask, batch, num_heads_q, num_heads_kv, seqlen_q, size),
+            packed, device_mask, launcher.score_on_device(score, q, k), tiles,
+        )  # fmt: skip
+        programs = key_blocks_per_head * num_heads_kv * batch
+        launcher.run(backward_kernel, programs, q.device, args, {"SIZES": size}, config)
+
+        args = (dq_sum, dq, launcher.strides_of(dq), softmax_scale, *where)
+        launcher.run(after_kernel, num_tiles, q.device, args, {"HEAD_DIM": head_dim, "SIZES": size}, config)
+    return dq, dk, dv

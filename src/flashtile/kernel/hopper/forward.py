@@ -1,0 +1,394 @@
+"""The forward pass for Hopper in Gluon: one warp loads, two or three warpgroups compute.
+
+    S = score(softmax_scale * Q K^T) where mask      P = softmax(S)      O = P V      lse = ln sum exp(S)
+
+The producer, one warp, copies tiles of Q, K and V into rings of buffers; the consumers, warpgroups that own 64 query
+rows each, do everything else in one loop over key tiles: issue Q K^T of tile i and P V of tile i - 1, then take the
+softmax of tile i while the tensor cores work for the other consumers (they take turns).
+
+The loop runs on across the ends of query tiles: at the first key tile of the next one, P V of the last key tile of this
+one is in flight as ever, and its rows are written when it is done. So the tensor cores find work at the ends too, and
+the loop is the only copy of its code. (A copy each for first, masked, full and last tiles made 150 KB of code, more
+than the instruction cache holds.)
+
+Source: Shah et al., FlashAttention-3 (2024). The portable version is in ``flash_attention_triton.py``.
+"""
+
+# Pyright takes device functions for Python: it knows neither what the compiler passes nor constants' attributes.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+
+from flashtile.dropout import Dropout
+from flashtile.kernel import launch, launcher, seqlen, tile_lists
+from flashtile.kernel.hopper import barriers, forward_parts, rows, schedule
+from flashtile.kernel.hopper.forward_parts import LOG2E, ROWS, Out
+from flashtile.kernel.hopper.forward_sizes import chunks_of, operands, sizes, two_consumers
+from flashtile.kernel.layout import empty_in_order_of
+from flashtile.kernel.tile_lists import key_tiles, nth_tile
+from flashtile.mask import Mask, full
+from flashtile.mask.value import is_full
+from flashtile.score import Score, for_scale
+from flashtile.seqlen import Seqlens, Where
+
+
+class Rings(NamedTuple):
+    """What producer and consumers share: buffers by chunk of columns, mbarriers that say when they are filled."""
+
+    q_smem: Any
+    k_smem: Any
+    v_smem: Any
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    board: Any
+    posted: Any
+
+
+_Where, _Rings, _Out = gl.constexpr(Where), gl.constexpr(Rings), gl.constexpr(Out)
+
+
+@gluon.jit
+def _where(at, num_sequences, SIZES: gl.constexpr):
+    """Return what masks and scores know of a tile's place."""
+    if SIZES.packed:  # the rows after the last sequence are in none, but a score may read a table by sequence
+        return _Where(gl.maximum(gl.minimum(at.sequence, num_sequences - 1), 0), at.head, at.seqlen_q, at.seqlen_k)
+    else:
+        return _Where(at.sequence, at.head, at.seqlen_q, at.seqlen_k)
+
+
+# --- the producer -----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _expect(full, descs, COPIES: gl.constexpr):
+    if len(descs) == 1:
+        mbarrier.expect(full, COPIES * descs[0].block_type.nbytes)
+    else:
+        mbarrier.expect(full, COPIES * (descs[0].block_type.nbytes + descs[1].block_type.nbytes))
+
+
+@gluon.jit
+def _copy(descs, smem, full, index, at, SIZES: gl.constexpr):
+    """Start to copy the rows at coordinates ``at`` into buffer ``index``, chunk by chunk."""
+    rows.copy_in(descs[0], at, 0, full, smem[0].index(index), SIZES.packed)
+    if len(descs) == 2:
+        rows.copy_in(descs[1], at, smem[0].shape[-1], full, smem[1].index(index), SIZES.packed)
+
+
+@gluon.jit
+def _copy_next(descs, smem, full, free, count, at, SIZES: gl.constexpr):
+    """Start to copy block number ``count`` of a ring, when the consumers are done with the one in its buffer."""
+    stage = count % SIZES.stages
+    if count >= SIZES.stages:
+        barriers.sync(free + stage, SIZES.threads, 1)
+    _expect(full.index(stage), descs, 1)
+    _copy(descs, smem, full.index(stage), stage, at, SIZES)
+
+
+@gluon.jit
+def _copy_queries(descs, rings, count, at, SIZES: gl.constexpr):
+    """Start to copy the queries of a tile, the one number ``count``."""
+    buffer = count % SIZES.q_buffers
+    if count >= SIZES.q_buffers:
+        barriers.sync(SIZES.q_free + buffer, SIZES.threads, 1)
+    full = rings.q_full.index(buffer)
+    _expect(full, descs, SIZES.consumers)
+    for c in gl.static_range(SIZES.consumers):
+        row = (at.block * SIZES.consumers + c) * ROWS
+        where = rows.coordinates(at.batch, at.head, at.q_start, at.seqlen_q, row, SIZES.packed)
+        _copy(descs, rings.q_smem, full, buffer * SIZES.consumers + c, where, SIZES)
+
+
+@gluon.jit
+def producer(descs, rings, counts, counter, packed, mask, tiles, SIZES: gl.constexpr):
+    """Copy what the consumers need in the order in which they do: the keys of a tile, then the values of the one before
+    it, and a query tile's queries with its first keys."""
+    q_descs, k_descs, v_descs = descs
+    num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences, num_tiles, section = counts
+    BLOCK_M: gl.constexpr = ROWS * SIZES.consumers
+    count, q_count, slot = 0, 0, 0
+    # "Before the first tile" are rows past the end, zeros: the consumers' first P V is then one like all others.
+    values_at = rows.coordinates(0, 0, 0, 0, 0 if SIZES.packed else seqlen_k, SIZES.packed)
+    number = gl.program_id(0)
+    while number < num_tiles:
+        if SIZES.queue:
+            ticket = schedule.draw(counter)
+        at = schedule.place(number, num_tiles, section, seqlen_q, seqlen_k, num_sequences, packed, num_heads_q, BLOCK_M)
+        where = _where(at, num_sequences, SIZES)
+        first, full_first, full_end, last = key_tiles(mask, tiles, where, at.block, BLOCK_M, SIZES.block_n)
+        last = gl.maximum(last, first + 1)  # a query tile without keys: one key tile, of which the mask leaves nothing
+        steps = gl.where(at.block >= 0, last - first, 0)
+        if steps > 0:
+            schedule.post(rings.board, rings.posted, slot, at, first, full_first, full_end, last, SIZES.packed)
+            slot = (slot + 1) % SIZES.slots
+        for i in range(steps):
+            row = nth_tile(tiles, where, at.block, last - 1 - i) * SIZES.block_n
+            keys_at = rows.coordinates(at.batch, at.head // heads_per_kv, at.k_start, at.seqlen_k, row, SIZES.packed)
+            _copy_next(k_descs, rings.k_smem, rings.k_full, SIZES.k_free, count, keys_at, SIZES)
+            _copy_next(v_descs, rings.v_smem, rings.v_full, SIZES.v_free, count, values_at, SIZES)
+            values_at = keys_at
+            if i == 0:
+                _copy_queries(q_descs, rings, q_count, at, SIZES)
+                q_count += 1
+            count += 1
+        if SIZES.queue:
+            number = schedule.drawn(ticket, num_tiles, counter)
+        else:
+            number += gl.num_programs(0)
+    schedule.post_end(rings.board, rings.posted, slot)
+    if count > 0:
+        _copy_next(v_descs, rings.v_smem, rings.v_full, SIZES.v_free, count, values_at, SIZES)
+    # Every release has to meet its wait before the program ends. (The consumers do not release the last values.)
+    for i in gl.static_range(SIZES.stages):
+        if count + i >= SIZES.stages:
+            barriers.sync(SIZES.k_free + (count + i) % SIZES.stages, SIZES.threads, 1)
+            if i > 0:
+                barriers.sync(SIZES.v_free + (count + i) % SIZES.stages, SIZES.threads, 1)
+    for i in gl.static_range(SIZES.q_buffers):
+        if q_count + i >= SIZES.q_buffers:
+            barriers.sync(SIZES.q_free + (q_count + i) % SIZES.q_buffers, SIZES.threads, 1)
+
+
+# --- a consumer -------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _next(index, phase, COUNT: gl.constexpr):
+    """Return the next buffer of a ring, and the phase of its mbarrier."""
+    return gl.where(index == COUNT - 1, 0, index + 1), gl.where(index == COUNT - 1, phase ^ 1, phase)
+
+
+@gluon.jit
+def _indices(at, tiles, where, step, CONSUMER: gl.constexpr, SIZES: gl.constexpr):
+    """Return the query indices of a tile of S, the number of its first key, and its keys counted from there."""
+    layout: gl.constexpr = forward_parts.tile_layout(SIZES.block_n)
+    row = (at.block * SIZES.consumers + CONSUMER) * ROWS
+    q_idx = (row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)))[:, None]
+    start_n = nth_tile(tiles, where, at.block, step) * SIZES.block_n
+    return q_idx, start_n, gl.arange(0, SIZES.block_n, layout=gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles,
+             SIZES: gl.constexpr):  # fmt: skip
+    """Compute rows 64 CONSUMER, ... of every query tile that the producer posts.
+
+    Who comes to a named barrier without waiting there (``arrive``) lets go of something: of its turn, of a buffer.
+    """
+    DTYPE: gl.constexpr = rings.k_smem[0].dtype
+    NEXT: gl.constexpr = (CONSUMER + 1) % SIZES.consumers
+    scales = forward_parts.scales_of(softmax_scale * LOG2E if score is None else LOG2E)
+    logit_scale = softmax_scale if score is None else 1.0
+    s = forward_parts.zeros(SIZES.block_n)
+    acc = (forward_parts.zeros(SIZES.chunks_v[0]),)
+    if len(SIZES.chunks_v) == 2:
+        acc = (acc[0], forward_parts.zeros(SIZES.chunks_v[1]))
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
+    p = gl.zeros([ROWS, SIZES.block_n], DTYPE, layout=P_LAYOUT)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, s.type.layout))
+    row_sum = forward_parts.row_sum_of(s)
+    stage, phase, q_buffer, q_phase, slot, slot_phase, slot_before = 0, 0, 0, 0, 0, 0, 0
+    if SIZES.consumers - 1 == CONSUMER:
+        barriers.arrive(SIZES.turn, 256)
+
+    mbarrier.wait(rings.posted.index(0), 0)
+    live, first, full_first, full_end, last = schedule.read_walk(rings.board, 0)
+    mbarrier.wait(rings.q_full.index(0), 0, pred=live)
+    step = last - 1
+    any_tile, keep, writes = live, live, step < first
+    while live:
+        is_last = step == first
+        mbarrier.wait(rings.k_full.index(stage), phase)
+        barriers.sync(SIZES.turn + CONSUMER, 256)
+        s = forward_parts.issue_scores(rings, q_buffer * SIZES.consumers + CONSUMER, stage, SIZES)
+        mbarrier.wait(rings.v_full.index(stage), phase)
+        acc = forward_parts.issue_values(p, rings.v_smem, stage, acc, keep)
+        barriers.arrive(SIZES.turn + NEXT, 256)
+        # Gluon puts a barrier of the warpgroup between two waits for one mbarrier. Here it costs nothing.
+        gl.thread_barrier()
+        s = warpgroup_mma_wait(len(acc), deps=(s,))
+        barriers.arrive(SIZES.k_free + stage, SIZES.threads)
+        barriers.arrive_if(is_last, SIZES.q_free + q_buffer, SIZES.threads)
+
+        if score is not None:
+            at = schedule.read_place(rings.board, slot, seqlen_q, seqlen_k, SIZES.packed)
+            where = _where(at, out.num_sequences, SIZES)
+            q_idx, start_n, offs_n = _indices(at, tiles, where, step, CONSUMER, SIZES)
+            s = score.forward(where, q_idx, start_n + offs_n, s * softmax_scale, score.args)
+        if (step >= full_end) | (step < full_first):
+            at = schedule.read_place(rings.board, slot, seqlen_q, seqlen_k, SIZES.packed)
+            where = _where(at, out.num_sequences, SIZES)
+            q_idx, start_n, offs_n = _indices(at, tiles, where, step, CONSUMER, SIZES)
+            s = gl.where(mask.predicate(where, q_idx, start_n + offs_n, mask.args), s, float("-inf"))
+            if start_n + SIZES.block_n > where.seqlen_k:
+                s = gl.where(offs_n < where.seqlen_k - start_n, s, float("-inf"))
+        tile_max = forward_parts.row_max_of(s)
+
+        acc = forward_parts.wait_values(acc)
+        barriers.arrive(SIZES.v_free + stage, SIZES.threads)
+        if writes:
+            at = schedule.read_place(rings.board, slot_before, seqlen_q, seqlen_k, SIZES.packed)
+            forward_parts.write_rows(out, acc, row_max, row_sum, at, logit_scale, sinks_ptr, CONSUMER, SIZES)
+            row_max, row_sum = gl.full_like(row_max, float("-inf")), gl.full_like(row_sum, 0.0)
+        keep = writes == 0  # else P V of this tile, the first of its query tile, begins a new sum
+        p_fp32, alpha, row_max, row_sum = forward_parts.fold(s, row_max, row_sum, tile_max, scales)
+        acc = forward_parts.scale_rows(acc, alpha)
+        p = gl.convert_layout(p_fp32.to(DTYPE), P_LAYOUT, assert_trivial=True)
+
+        stage, phase = _next(stage, phase, SIZES.stages)
+        step -= 1
+        writes = is_last
+        if is_last:
+            slot_before = slot
+            slot, slot_phase = _next(slot, slot_phase, SIZES.slots)
+            q_buffer, q_phase = _next(q_buffer, q_phase, SIZES.q_buffers)
+            mbarrier.wait(rings.posted.index(slot), slot_phase)
+            live, first, full_first, full_end, last = schedule.read_walk(rings.board, slot)
+            step = last - 1
+            mbarrier.wait(rings.q_full.index(q_buffer), q_phase, pred=live)
+    if any_tile:
+        mbarrier.wait(rings.v_full.index(stage), phase)
+        acc = forward_parts.wait_values(forward_parts.issue_values(p, rings.v_smem, stage, acc, keep))
+        at = schedule.read_place(rings.board, slot_before, seqlen_q, seqlen_k, SIZES.packed)
+        forward_parts.write_rows(out, acc, row_max, row_sum, at, logit_scale, sinks_ptr, CONSUMER, SIZES)
+        tma.store_wait(0)
+    if CONSUMER == 0:
+        barriers.sync(SIZES.turn, 256)
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _ring(descs, COUNT: gl.constexpr):
+    """Return room for ``COUNT`` blocks of each descriptor."""
+    shape: gl.constexpr = [COUNT] + descs[0].block_shape  # noqa: RUF005
+    first = gl.allocate_shared_memory(descs[0].dtype, shape, descs[0].layout)
+    if len(descs) == 1:
+        return (first,)
+    else:
+        shape_of_rest: gl.constexpr = [COUNT] + descs[1].block_shape  # noqa: RUF005
+        return (first, gl.allocate_shared_memory(descs[1].dtype, shape_of_rest, descs[1].layout))
+
+
+@gluon.jit
+def _mbarriers(COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=1)
+    return bars
+
+
+@gluon.jit
+def _with_rest(desc, rest):
+    if rest is None:
+        return (desc,)
+    else:
+        return (desc, rest)
+
+
+@gluon.jit(
+    do_not_specialize=["row_stride", "num_heads_q", "heads_per_kv", "seqlen_q", "seqlen_k", "num_sequences",
+                       "num_tiles", "section"]
+)  # fmt: skip
+def forward_kernel(
+    q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, o_desc, lse_ptr, counter, sinks_ptr,
+    row_stride, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences, num_tiles, section, softmax_scale,
+    packed, mask, score, tiles, SIZES: gl.constexpr,
+):  # fmt: skip
+    """Each program writes O and LSE of the query tiles that it is dealt. ``*_rest`` are a second chunk of columns."""
+    CONSUMERS: gl.constexpr = SIZES.consumers
+    descs = (_with_rest(q_desc, q_rest), _with_rest(k_desc, k_rest), _with_rest(v_desc, v_rest))
+    rings = _Rings(
+        _ring(descs[0], CONSUMERS * SIZES.q_buffers), _ring(descs[1], SIZES.stages), _ring(descs[2], SIZES.stages),
+        _mbarriers(SIZES.q_buffers), _mbarriers(SIZES.stages), _mbarriers(SIZES.stages),
+        schedule.board(SIZES.slots), _mbarriers(SIZES.slots),
+    )  # fmt: skip
+    out = _Out(
+        o_desc, _ring((o_desc,), CONSUMERS * SIZES.o_buffers)[0], lse_ptr, row_stride, num_heads_q, num_sequences
+    )
+    fence_async_shared()
+    counts = (num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences, num_tiles, section)
+    # Triton can neither give a name to a tuple that holds functions nor repeat a list: hence the lines alike.
+    C0: gl.constexpr = 0
+    C1: gl.constexpr = 1
+    C2: gl.constexpr = 2
+    REGISTERS: gl.constexpr = SIZES.registers_consumer
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consumer, (C0, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
+            (consumer, (C1, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
+            (producer, (descs, rings, counts, counter, packed, mask, tiles, SIZES)),
+        ], [4, 1], [REGISTERS, SIZES.registers_producer])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (C0, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
+            (consumer, (C1, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
+            (consumer, (C2, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
+            (producer, (descs, rings, counts, counter, packed, mask, tiles, SIZES)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, SIZES.registers_producer])  # fmt: skip
+
+
+# --- on the host ------------------------------------------------------------------------------------------------------
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float,
+    mask: Mask,
+    score: Score | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout: Dropout | None = None,
+    seqlens: Seqlens | None = None,
+    max_logits: torch.Tensor | None = None,
+    config: launch.HopperConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(o, lse)``: see the portable ``forward``. ``hopper.refusal`` says what this one does not serve."""
+    score = for_scale(score, softmax_scale)
+    batch, num_heads_q, seqlen_q, head_dim = q.shape
+    num_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
+    o = empty_in_order_of(q, (batch, num_heads_q, seqlen_q, head_dim_v))
+    lse = torch.empty((batch, num_heads_q, seqlen_q), dtype=torch.float32, device=q.device)
+    if seqlens is not None and seqlens.seqused_q is not None:
+        o.zero_()
+        lse.fill_(-math.inf)
+    if lse.numel() == 0:
+        return o, lse
+    if seqlen_k == 0:  # nothing to describe to the copy engine, and nothing that a mask could leave
+        k, v = (k.new_zeros(batch, num_heads_kv, 1, columns) for columns in (head_dim, head_dim_v))
+        mask = full()
+    config = config or launch.lookup_hopper("hopper_forward", head_dim, head_dim_v, q.dtype)
+    if config.consumers == 3 and (score is not None or (mask.key_range is None and seqlens is None)):
+        # Scores want registers that three consumers do not leave; tile lists are made for a power of two of queries.
+        config = two_consumers(config)
+    alike = seqlens is None and is_full(mask)  # all query tiles take the same time
+    queue = config.schedule == "queue" and not alike
+    SIZES = sizes(chunks_of(head_dim), chunks_of(head_dim_v), config, queue, seqlens is not None)
+    num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m)
+    device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, False)
+    num_tiles *= batch * num_heads_q
+    section = 1
+    if not alike:
+        section = schedule.heads_per_section(batch, num_heads_q, num_heads_kv, seqlen_k * (head_dim + head_dim_v) * 2)
+    args = (
+        *operands(q, k, v, o, SIZES), lse, schedule.counter_of(q.device) if queue else None, sinks,
+        seqlen_q, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, num_tiles,
+        section, softmax_scale, packed, device_mask, launcher.score_on_device(score, q, k), tiles,
+    )  # fmt: skip
+    programs = num_tiles if config.schedule == "grid" else min(num_tiles, schedule.multiprocessors(q.device))
+    with launch.on_device(q.device):
+        launcher.run(forward_kernel, programs, q.device, args, {"SIZES": SIZES}, config)
+    return o, lse

@@ -1,0 +1,104 @@
+"""The numbers of a forward launch: how heads are cut into chunks, what fits in shared memory, and the operands."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from flashtile.kernel.hopper import barriers, rows
+from flashtile.kernel.launch import HopperConfig
+
+ROWS = 64  # of a consumer: what one wgmma takes
+SHARED_LIMIT = 232_448  # bytes of shared memory that one program may use
+_BOOKKEEPING = 1024  # of them at most: the board and the mbarriers
+# Columns of the tiles by largest head_dim served. Gluon's tiles are powers of two, so some heads are two tiles.
+CHUNKS = {64: (64,), 96: (64, 32), 128: (128,), 192: (128, 64), 256: (256,)}
+
+
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """What is known when the kernel is compiled, as Gluon's constants; equal to itself only, so that it hashes fast."""
+
+    block_n: Any
+    consumers: Any
+    stages: Any  # of the rings of K and of V
+    q_buffers: Any
+    chunks_v: tuple  # columns of the tiles of V and O
+    o_width: Any  # columns of O that are written at a time
+    o_buffers: Any  # how many of those there is room for
+    queue: Any
+    packed: Any
+    registers_consumer: Any
+    registers_producer: Any
+    threads: Any  # of a barrier between all consumers and the producer
+    slots: Any  # of the board: see schedule.post
+    # The first of several named barriers: the consumers' turns, and the release of each buffer of a ring.
+    turn: Any
+    k_free: Any
+    v_free: Any
+    q_free: Any
+
+
+@functools.cache
+def chunks_of(head_dim: int) -> tuple[int, ...]:
+    """Return the columns of the tiles that hold a head; the copy engine fills those past ``head_dim`` with zeros."""
+    return next(columns for widest, columns in CHUNKS.items() if head_dim <= widest)
+
+
+@functools.cache
+def sizes(chunks: tuple[int, ...], chunks_v: tuple[int, ...], config: HopperConfig, queue: bool, packed: bool) -> Sizes:
+    """Return the constants of a launch. Raises ValueError if its buffers do not fit in shared memory.
+
+    Room is given first to the rings of K and V, then to the rows of O, then to queries ahead of time.
+    """
+    columns, columns_v = sum(chunks), sum(chunks_v)
+    o_width = min(64, chunks_v[-1])
+    block_m = ROWS * config.consumers
+    rings = config.stages * config.block_n * (columns + columns_v)
+    slices = columns_v // o_width
+    ways = [(q, o) for o in range(slices, 0, -1) for q in (2, 1)]
+    fits = lambda q, o: 2 * (rings + block_m * (q * columns + o * o_width)) + _BOOKKEEPING <= SHARED_LIMIT  # noqa: E731
+    fitting = [way for way in ways if fits(*way)]
+    if config.block_m != block_m or not fitting:
+        raise ValueError(
+            f"{config} does not serve {columns} columns of K and {columns_v} of V: wrong block_m, or no room"
+        )
+    q_buffers, o_buffers = fitting[0]
+    turn = barriers.first_free(config.consumers + 1)
+    k_free = turn + config.consumers
+    v_free, q_free = k_free + config.stages, k_free + 2 * config.stages
+    if q_free + q_buffers > barriers.MOST:
+        raise ValueError(f"{config} needs more than the {barriers.MOST} named barriers that there are")
+    number = gl.constexpr
+    return Sizes(
+        number(config.block_n), number(config.consumers), number(config.stages), number(q_buffers),
+        tuple(map(number, chunks_v)), number(o_width), number(o_buffers),
+        number(queue), number(packed), number(config.registers_consumer), number(config.registers_producer),
+        number(128 * config.consumers + 32), number(config.stages + 3),
+        number(turn), number(k_free), number(v_free), number(q_free),
+    )  # fmt: skip
+
+
+@functools.cache
+def two_consumers(config: HopperConfig) -> HopperConfig:
+    """Return a configuration of three consumers with two, which have half as many registers again."""
+    return replace(config, block_m=2 * ROWS, consumers=2, registers_consumer=240, registers_producer=24)
+
+
+def operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, SIZES: Sizes) -> tuple:
+    """Return Q, K, V and O as the kernel takes them: the first three as one chunk of columns, and another or None."""
+    block_n, packed = SIZES.block_n.value, SIZES.packed.value
+    return (
+        *_in_chunks(q, ROWS, packed), *_in_chunks(k, block_n, packed), *_in_chunks(v, block_n, packed),
+        rows.described(o, ROWS, SIZES.o_width.value, packed),
+    )  # fmt: skip
+
+
+def _in_chunks(t: torch.Tensor, block_rows: int, packed: bool) -> tuple[Any, Any]:
+    columns = chunks_of(t.shape[3])
+    first = rows.described(t, block_rows, columns[0], packed)
+    return first, rows.described(t, block_rows, columns[1], packed) if len(columns) == 2 else None

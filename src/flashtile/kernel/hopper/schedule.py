@@ -1,0 +1,178 @@
+"""Which query tile a program works on next, how the loading warp learns it, and how it tells the others.
+
+Tiles are numbered so that the longest come first under a causal mask and neighbours share keys and values: heads are
+taken in sections whose keys and values fit in half of the L2 cache, and in a section first the last block of every
+head, then the one before it, ... Only the loading warp works that out (a binary search, where sequences are packed);
+it writes what the others need on a board in shared memory.
+"""
+
+# Pyright takes device functions for Python: it knows neither what the compiler passes nor constants' attributes.
+# pyright: reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flashtile.kernel.hopper.barriers import uniform
+from flashtile.kernel.seqlen import Place, sequence_length, sequence_of
+
+SECTION_BYTES = 32 * 2**20
+
+_Place = gl.constexpr(Place)
+
+
+@gluon.jit
+def place(tile, num_tiles, section, seqlen_q, seqlen_k, num_sequences, packed, num_heads, BLOCK: gl.constexpr):
+    """Return the Place of tile number ``tile`` out of ``num_tiles``; its block is -1 if there is nothing to do."""
+    if packed is None:
+        num_blocks = gl.cdiv(seqlen_q, BLOCK)
+        first = tile // (section * num_blocks) * section
+        heads = gl.minimum(section, num_tiles // num_blocks - first)
+        rest = tile - first * num_blocks
+        head = first + rest % heads
+        block = num_blocks - 1 - rest // heads
+        batch = head // num_heads
+        return _Place(batch, batch, head % num_heads, block, 0, 0, seqlen_q, seqlen_k, 0)
+    else:
+        # As seqlen.place: the rows after the last sequence count as one more, that has no keys.
+        tiles_per_head = num_tiles // num_heads
+        low, block = sequence_of(tile % tiles_per_head, packed.cu_seqlens_q, num_sequences + 1, BLOCK)
+        q_start, k_start = gl.load(packed.cu_seqlens_q + low), gl.load(packed.cu_seqlens_k + low)
+        length_q, length_k = seqlen_q - q_start, seqlen_k * 0
+        if low < num_sequences:
+            length_q = sequence_length(packed.cu_seqlens_q, packed.seqused_q, low)
+            length_k = sequence_length(packed.cu_seqlens_k, packed.seqused_k, low)
+        num_blocks = gl.cdiv(length_q, BLOCK)
+        block = gl.where(block < num_blocks, num_blocks - 1 - block, -1)
+        return _Place(low * 0, low, tile // tiles_per_head, block, q_start, k_start, length_q, length_k, 0)
+
+
+@gluon.jit
+def draw(counter):
+    """Start to draw the next number from the queue; ``uniform`` of the result waits for it.
+
+    One lane draws for its warp. (``gl.atomic_add`` would wait at once, to hand the number to every thread.)
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; mov.u32 $0, 0;"
+        " @p atom.global.add.u32 $0, [$1], 1; }",
+        "=&r,l", [counter], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def drawn(number, num_tiles, counter):
+    """Return the tile of a number from the queue: every program begins with the tile of its own number.
+
+    So ``num_tiles`` numbers are drawn in all, and who draws the last one sets the counter back for the next launch.
+    """
+    number = uniform(number)
+    if number == num_tiles - 1:
+        gl.atomic_xchg(counter, 0)
+    return number + gl.num_programs(0)
+
+
+FIELDS = gl.constexpr(16)  # numbers per slot of the board
+
+
+@gluon.jit
+def board(SLOTS: gl.constexpr):
+    """Return room for ``SLOTS`` tiles."""
+    return gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _write(board, slot, FIELD: gl.constexpr, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    board.index(slot * FIELDS + FIELD).store(gl.full([1], value, gl.int32, layout=layout))
+
+
+@gluon.jit
+def _read(board, slot, FIELD: gl.constexpr):
+    value = board.index(slot * FIELDS + FIELD).load(gl.BlockedLayout([1], [32], [4], [0]))
+    return uniform(gl.max(value, 0))
+
+
+@gluon.jit
+def post(board, written, slot, at, first, full_first, full_end, last, PACKED: gl.constexpr):
+    """Tell the consumers of a tile: its Place, and the walk over its key tiles from ``last - 1`` down to ``first``, of
+    which [full_first, full_end) need no mask.
+
+    Nobody asks whether the slot is free. A consumer reads it until it has begun the second key tile after that tile
+    (its rows are written during the first); the producer comes back to it ``slots`` tiles later, and has then seen all
+    consumers let go of the key tile ``stages`` before the latest: with ``stages`` + 3 slots that is late enough.
+    """
+    _write(board, slot, 0, at.block)
+    _write(board, slot, 1, at.batch)
+    _write(board, slot, 2, at.head)
+    _write(board, slot, 3, first)
+    _write(board, slot, 4, full_first)
+    _write(board, slot, 5, full_end)
+    _write(board, slot, 6, last)
+    if PACKED:
+        _write(board, slot, 7, at.sequence)
+        _write(board, slot, 8, at.q_start)
+        _write(board, slot, 9, at.seqlen_q)
+        _write(board, slot, 10, at.seqlen_k)
+    mbarrier.arrive(written.index(slot), count=1)
+
+
+@gluon.jit
+def post_end(board, written, slot):
+    """Tell the consumers that there are no more tiles."""
+    _write(board, slot, 0, -1)
+    mbarrier.arrive(written.index(slot), count=1)
+
+
+@gluon.jit
+def read_walk(board, slot):
+    """Return whether there is a tile in ``slot``, and its walk: see ``post``."""
+    live = _read(board, slot, 0) >= 0
+    return live, _read(board, slot, 3), _read(board, slot, 4), _read(board, slot, 5), _read(board, slot, 6)
+
+
+@gluon.jit
+def read_place(board, slot, seqlen_q, seqlen_k, PACKED: gl.constexpr):
+    """Return the Place of the tile in ``slot``, without what only the producer uses."""
+    block, batch, head = _read(board, slot, 0), _read(board, slot, 1), _read(board, slot, 2)
+    if PACKED:
+        sequence, q_start = _read(board, slot, 7), _read(board, slot, 8)
+        return _Place(batch, sequence, head, block, q_start, 0, _read(board, slot, 9), _read(board, slot, 10), 0)
+    else:
+        return _Place(batch, batch, head, block, 0, 0, seqlen_q, seqlen_k, 0)
+
+
+# --- on the host ------------------------------------------------------------------------------------------------------
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def counter_of(device: torch.device) -> torch.Tensor:
+    """Return the queue's counter, zero between launches: one per stream, whose launches follow one another.
+
+    While a CUDA graph is captured it is a new one: the graph may be replayed on any stream, and zeroes it each time.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return counter
+
+
+def heads_per_section(batch: int, heads_q: int, heads_kv: int, bytes_per_head: int) -> int:
+    """Return how many query heads to take at a time: those whose keys and values stay in the L2 cache."""
+    group = heads_q // heads_kv
+    return min(batch * heads_q, group * max(1, SECTION_BYTES // max(1, bytes_per_head)))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many programs run at a time, one per multiprocessor; of an H200 if there is no GPU to ask."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

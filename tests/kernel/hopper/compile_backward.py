@@ -1,0 +1,65 @@
+"""Compile the backward kernel for a Hopper GPU that is not there, in the forms that tests ask for.
+
+A program, because a process that has Triton's interpreter switched on cannot compile: a list of jobs in JSON on stdin,
+a list of reports in JSON on stdout. See ``compile_all`` in ``tests/kernel/offline.py``.
+"""
+
+import json
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from flashtile import mask, score
+from flashtile.kernel import launch
+from flashtile.kernel.hopper import backward as hopper
+from flashtile.seqlen import Seqlens
+from tests.kernel.hopper import offline
+from tests.kernel.offline import DTYPES
+
+MASKS = {
+    "full": mask.full,
+    "causal": mask.causal,
+    "window": lambda: mask.window(100, 0),
+    "prefix": lambda: mask.prefix([7, 9]) | mask.causal(),
+    "lists": lambda: mask.causal().without_ranges(),
+}
+SCORES = {"": lambda: None, "softcap": lambda: score.softcap(3.0), "alibi": lambda: score.alibi(torch.rand(4))}
+
+
+class Job(NamedTuple):
+    """One compilation, with the launch table's configuration."""
+
+    head_dim: int
+    head_dim_v: int
+    mask: str = "causal"
+    score: str = ""
+    dtype: str = "bf16"
+    packed: bool = False
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Compile one job; return its report, or the error's text."""
+    dtype = DTYPES[job.dtype]
+    batch = 1 if job.packed else 2
+    q, k = (torch.empty(batch, heads, 300, job.head_dim, dtype=dtype) for heads in (4, 2))
+    v, do = (torch.empty(batch, heads, 300, job.head_dim_v, dtype=dtype) for heads in (2, 4))
+    lse = torch.empty(batch, 4, 300)
+    starts = torch.tensor([0, 100, 300], dtype=torch.int32)
+    seqlens = Seqlens(starts, starts) if job.packed else None
+    config = launch.lookup_hopper("hopper_backward", job.head_dim, job.head_dim_v, dtype)
+    try:
+        launched = offline.gluon_launches(
+            lambda: hopper.backward(
+                do, q, k, v, do, lse, None, softmax_scale=0.1, mask=MASKS[job.mask](), score=SCORES[job.score](),
+                seqlens=seqlens, config=config,
+            )
+        )  # fmt: skip
+        (kernel,) = launched
+        return offline.report(offline.compile_launch(kernel))._asdict()
+    except Exception as error:
+        return {"error": f"{error!r}; from {error.__cause__!r}"}
+
+
+if __name__ == "__main__":
+    print(json.dumps([run(Job(*job)) for job in json.load(sys.stdin)]))

@@ -1,0 +1,222 @@
+"""The backward pass for Hopper without one: it compiles as intended, and what surrounds the kernel is right."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from flashtile import mask, score
+from flashtile.dropout import Dropout
+from flashtile.kernel import launch, launcher, seqlen
+from flashtile.kernel.hopper import backward as hopper
+from flashtile.kernel.hopper import backward_sizes, pre_post
+from flashtile.kernel.layout import copied_in_blocks
+from flashtile.kernel.tile import head_dim_chunks
+from flashtile.seqlen import Seqlens
+from tests import reference
+from tests.conftest import INTERPRETED
+from tests.kernel.hopper.compile_backward import Job
+from tests.kernel.hopper.offline import SHARED_LIMIT
+from tests.kernel.offline import compile_all
+
+DIMS = ((32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (128, 64), (192, 192), (192, 128), (256, 256))
+JOBS = (
+    *(Job(*dims) for dims in DIMS),
+    Job(64, 64, "full"),
+    Job(128, 128, "full", dtype="fp16"),
+    Job(256, 256, "full"),
+    Job(128, 128, "window", packed=True),
+    Job(256, 256, "causal", packed=True),
+    Job(64, 64, "prefix"),
+    Job(128, 128, "lists"),
+    Job(64, 64, score="softcap"),
+    Job(128, 128, score="alibi"),
+    Job(256, 256, score="alibi"),
+)
+# Instructions that move registers to memory and back in the loops over query tiles, of both consumers, and why. Room is
+# left for another compiler.
+SPILLS = {"wide tiles at head_dim 64": 80, "elsewhere": 24}
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return dict(zip(JOBS, compile_all(JOBS, timeout=900, module="tests.kernel.hopper.compile_backward"), strict=True))
+
+
+def job_name(job: Job) -> str:
+    return f"{job.head_dim}x{job.head_dim_v} {job.mask} {job.score}{' packed' if job.packed else ''} {job.dtype}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS, ids=job_name)
+def test_compiles_for_hopper(reports, job):
+    """It fits, its matrix instructions are asynchronous, and its loops keep their numbers in registers."""
+    report = reports[job]
+    assert "error" not in report, report["error"]
+    assert report["shared"] <= SHARED_LIMIT
+    assert report["matrix_instructions"] > 0
+    assert report["warnings"] == []
+    wide = max(job.head_dim, job.head_dim_v) <= 64 and not job.score
+    assert report["spills_in_loops"] <= SPILLS["wide tiles at head_dim 64" if wide else "elsewhere"]
+
+
+def config_of(head_dim: int, head_dim_v: int) -> launch.HopperConfig:
+    return launch.lookup_hopper("hopper_backward", head_dim, head_dim_v, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "dims", [(n, n) for n in range(8, 257, 8)] + [(192, 128), (64, 256), (256, 8), (8, 256)], ids=str
+)
+def test_sizes_cover_heads_and_fit(dims):
+    """Tiles are at least as wide as the heads, boxes cover dQ, and one program's buffers fit."""
+    for packed in (False, True):
+        size = backward_sizes.of(*dims, config_of(*dims), packed)
+        assert size.head_dim >= dims[0]
+        assert size.head_dim_v >= dims[1]
+        assert sum(size.dq_boxes) * 64 * 32 == size.block_m * size.head_dim
+        assert size.head_dim % size.panel == size.head_dim_v % size.panel == 0
+        assert size.bytes <= backward_sizes.SHARED_LIMIT
+
+
+def in_thread_order(x: torch.Tensor) -> torch.Tensor:
+    """What ``store_dq`` makes of 64 rows: element (row, col) goes where the thread that holds it has its 16 bytes."""
+    boxes = x.shape[1] // 32
+    return x.reshape(4, 2, 8, 4 * boxes, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(-1)
+
+
+def in_reading_order(x: torch.Tensor) -> torch.Tensor:
+    """What ``per_query`` makes of one number per query."""
+    return x.reshape(-1, 4, 2, 2).permute(0, 2, 1, 3).reshape(-1)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("packed", [None, (0, 10, 10, 140)], ids=["dense", "packed"])
+@pytest.mark.parametrize("dims", [(64, 64), (40, 80), (128, 64), (192, 128)], ids=str)
+def test_before_and_after(dims, packed):
+    """Delta, LSE and zeros before; the sums back in order, scaled, after; nothing of one sequence in another's tile."""
+    head_dim, head_dim_v = dims
+    size = backward_sizes.of(head_dim, head_dim_v, config_of(*dims), packed is not None)
+    batch, heads, total = (1 if packed else 2), 3, 150
+    starts = torch.tensor(packed or (0, total), dtype=torch.int32)
+    num_sequences, on_device, tiles = seqlen.on_device(Seqlens(starts, starts) if packed else None, total, size.block_m)
+    o, do = torch.randn(batch, heads, total, head_dim_v), torch.randn(batch, total, heads, head_dim_v).transpose(1, 2)
+    lse, dlse = torch.randn(batch, heads, total), torch.randn(batch, heads, total)
+    lse[:, :, 3] = -math.inf
+    per_query = batch * heads * tiles * size.block_m
+    lse_log2, delta, sums = (torch.full((per_query * n,), math.nan) for n in (1, 1, size.head_dim))
+    where = (heads, total, total, num_sequences, tiles, on_device)
+    strides = launcher.strides_of(do), launcher.strides_of(o)
+    pre_post.before_kernel[(batch * heads * tiles,)](
+        do, o, lse, dlse, lse_log2, delta, sums, *strides, total, *where, head_dim_v, head_dim_chunks(head_dim_v), size
+    )
+    dq = torch.full((batch, heads, total, head_dim), math.nan)
+    want = dq.clone()
+    want_delta = torch.where(lse == -math.inf, 0.0, (do * o).sum(-1) - dlse)
+    want_lse = torch.where(lse == -math.inf, math.inf, lse * math.log2(math.e))
+    ends = [*starts.tolist(), total]
+    for b, h in torch.cartesian_prod(torch.arange(batch), torch.arange(heads)).tolist():
+        for sequence, (start, end) in enumerate(itertools.pairwise(ends)):
+            for block in range(-(-(end - start) // size.block_m)):
+                tile = (b * heads + h) * tiles + block + (start // size.block_m + sequence if packed else 0)
+                rows = torch.arange(start + block * size.block_m, min(start + (block + 1) * size.block_m, end))
+                here = slice(tile * size.block_m, (tile + 1) * size.block_m)
+                got = in_reading_order(lse_log2[here]), in_reading_order(delta[here])
+                torch.testing.assert_close(got[0][: len(rows)], want_lse[b, h, rows])
+                torch.testing.assert_close(got[1][: len(rows)], want_delta[b, h, rows], rtol=1e-4, atol=1e-4)
+                assert (got[0][len(rows) :] == math.inf).all()
+                assert (got[1][len(rows) :] == 0).all()
+                sum_of_tile = sums[here.start * size.head_dim : here.stop * size.head_dim]
+                assert (sum_of_tile == 0).all()
+                tile_dq = torch.randn(size.block_m, size.head_dim)
+                fill(sum_of_tile, tile_dq, size)
+                want[b, h, rows] = tile_dq[: len(rows), :head_dim] * 0.5
+    pre_post.after_kernel[(batch * heads * tiles,)](sums, dq, launcher.strides_of(dq), 0.5, *where, head_dim, size)
+    assert torch.equal(dq, want)
+
+
+def fill(sums: torch.Tensor, tile_dq: torch.Tensor, size: backward_sizes.Sizes) -> None:
+    """Store a tile of dQ as the two consumers would."""
+    for consumer, boxes in enumerate(size.dq_boxes):
+        for kept in range(0, boxes, size.dq_kept):
+            width = min(size.dq_kept, boxes - kept)
+            box = consumer * size.dq_boxes[0] + kept
+            if size.block_m == 128:
+                part = tile_dq[64 * consumer : 64 * consumer + 64]
+            else:
+                part = tile_dq[:, 32 * box : 32 * (box + width)]
+            sums[64 * 32 * box : 64 * 32 * (box + width)] = in_thread_order(part)
+
+
+def test_packed_rows_end_with_their_sequence():
+    """The extra dimensions of a packed descriptor cancel in 64 bits, and rows past the end are outside."""
+    t = torch.empty(1, 3, 1000, 64, dtype=torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2)
+    size = backward_sizes.of(64, 64, config_of(64, 64), True)
+    descriptor = hopper._rows_descriptor(t, 128, size)
+    start, length, head = 777, 100, 2
+    for row in (0, 5, 99, 100, 127):
+        coordinates = (2**30, start + length, head, 2**30 - length + row, 8)
+        address = sum(c * stride for c, stride in zip(coordinates, descriptor.strides, strict=True)) * 2 % 2**64
+        assert address == 2 * (head * t.stride(1) + (start + row) * t.stride(2) + 8)
+        inside = all(0 <= c < n for c, n in zip(coordinates, descriptor.shape, strict=True))
+        assert inside == (row < length)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0)], ids=str)
+def test_nothing_to_do_gives_zeros(shape):
+    """No batch entry, no query or no key: gradients of 0, and no launch."""
+    batch, heads, seqlen_q, seqlen_k = shape
+    q, do = (torch.randn(batch, heads, seqlen_q, 64, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(batch, heads, seqlen_k, 64, dtype=torch.bfloat16) for _ in range(2))
+    lse = torch.full((batch, heads, seqlen_q), -math.inf)
+    grads = hopper.backward(do, q, k, v, do, lse, None, softmax_scale=1.0, mask=mask.full())
+    for grad, t in zip(grads, (q, k, v), strict=True):
+        assert torch.equal(grad, torch.zeros_like(t))
+
+
+def test_dropout_is_refused():
+    q = torch.randn(1, 1, 4, 64, dtype=torch.bfloat16)
+    dropout = Dropout(0.1, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(NotImplementedError, match="dropout"):
+        hopper.backward(q, q, q, q, q, q[..., 0].float(), None, softmax_scale=1.0, mask=mask.full(), dropout=dropout)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+CASES = {
+    "causal": {"mask": mask.causal()},
+    "full": {},
+    "window": {"mask": mask.window(50, 20)},
+    "lists": {"mask": mask.causal().without_ranges()},
+    "softcap": {"mask": mask.causal(), "score": score.softcap(3.0)},
+    "packed": {"mask": mask.causal(), "cu_seqlens": ([0, 7, 7, 200, 300], [0, 9, 30, 222, 260])},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
+)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_gradients(dims, case):
+    """Gradients as accurate as the rule asks, with grouped heads and rows that end inside a tile."""
+    options = {"mask": mask.full(), "score": None} | CASES[case]
+    cu_seqlens = options.pop("cu_seqlens", None)
+    batch, seqlen_q, seqlen_k = (1, 300, 260) if cu_seqlens else (2, 300, 260)
+    seqlens = cu_seqlens and Seqlens(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in cu_seqlens))
+    random = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    q, k = random(batch, 4, seqlen_q, dims[0]), random(batch, 2, seqlen_k, dims[0])
+    v, do = random(batch, 2, seqlen_k, dims[1]), random(batch, 4, seqlen_q, dims[1])
+    dlse = torch.randn(batch, 4, seqlen_q, device="cuda")
+    scale = dims[0] ** -0.5
+    given = {"do": do, "dlse": dlse, "softmax_scale": scale, "seqlens": seqlens, **options}
+    want, plain = reference.reference(q, k, v, **given), reference.plain(q, k, v, **given)
+    o, lse = want.o.to(q), want.lse.float().cuda()
+    assert all(map(copied_in_blocks, (q, k, v)))
+    grads = hopper.backward(do, q, k, v, o, lse, dlse, softmax_scale=scale, seqlens=seqlens, **options)
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+        bound = reference.BACKWARD_FACTOR
+        reference.assert_accurate(grad, getattr(want, name), getattr(plain, name), bound, name)
