@@ -120,7 +120,7 @@ def test_every_setting_gives_the_same_attention_and_gradients(
 
 def test_attend_refuses_an_unknown_setting():
     x = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(ValueError, match="attention must be one of 'flash', 'naive', 'sdpa', got 'fast'"):
+    with pytest.raises(ValueError, match="attention must be one of 'flash', 'flash_triton', 'naive', 'sdpa', got 'fast'"):
         attend(x, x, x, is_causal=True, attention="fast")  # pyright: ignore[reportArgumentType]
 
 
@@ -276,7 +276,7 @@ def test_casting_the_model_leaves_the_rotary_tables_alone():
         ({"num_heads": 5}, "num_heads must divide d_model, got d_model=32, num_heads=5"),
         ({"num_heads_kv": 3}, "num_heads_kv must divide num_heads, got num_heads=4, num_heads_kv=3"),
         ({"d_model": 36, "num_heads_kv": 4}, "even head dimension, got d_model / num_heads = 36 / 4 = 9"),
-        ({"attention": "fast"}, "attention must be one of 'flash', 'naive', 'sdpa', got 'fast'"),
+        ({"attention": "fast"}, "attention must be one of 'flash', 'flash_triton', 'naive', 'sdpa', got 'fast'"),
         ({"vocab_size": 0}, "vocab_size must be positive, got 0"),
         ({"d_ff": -1}, "d_ff must be positive, got -1"),
     ],

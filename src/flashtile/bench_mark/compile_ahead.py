@@ -81,27 +81,30 @@ class Pool:
         return results
 
 
-def _compile_case(job: tuple[Case, bool]) -> str:
+def _compile_case(job: tuple[str, Case, bool]) -> str:
     import torch
 
     from flashtile.bench_mark.providers import PROVIDERS, Inputs, Prepared
 
-    case, backward = job
+    provider, case, backward = job
     inputs = Inputs.random(case, torch.device("cuda"))
-    _, reason = attempt(lambda: Prepared(PROVIDERS["flashtile"], case, inputs).outputs(backward))
+    _, reason = attempt(lambda: Prepared(PROVIDERS[provider], case, inputs).outputs(backward))
     return reason
 
 
-def compile_ahead(cases: Sequence[Case], backward: bool, console: Console, seconds: float = 120.0) -> None:
-    """Compile our kernels for these cases; a failure only shows later, where the case itself is measured.
+def compile_ahead(
+    cases: Sequence[Case], providers: Sequence[str], backward: bool, console: Console, seconds: float = 120.0
+) -> None:
+    """Compile the kernels of these providers, all ours, for these cases; a failure only shows later, where the case itself is measured.
 
     Lengths and numbers of heads compile nothing new, so one small problem stands for all that share the rest.
     """
     small = {dataclasses.replace(case, batch=2, heads=4, seqlen=256) for case in cases}
-    if len(small) < _FEWEST_JOBS:
+    jobs = [(provider, case, backward) for case in sorted(small, key=str) for provider in providers]
+    if len(jobs) < _FEWEST_JOBS:
         return
     start = time.monotonic()
     with Pool() as pool:
-        results = pool.run(_compile_case, [(case, backward) for case in sorted(small, key=str)], seconds)
+        results = pool.run(_compile_case, jobs, seconds)
     done = sum(result == "" for result in results)
-    console.print(f"compiled {done} of {len(small)} variants in {time.monotonic() - start:.1f} s", highlight=False)
+    console.print(f"compiled {done} of {len(jobs)} variants in {time.monotonic() - start:.1f} s", highlight=False)
