@@ -252,3 +252,17 @@ def test_on_this_gpu():
     plan = select(Problem.of(q, q, q))
     assert plan.backend == ("hopper" if arch == "sm_90" else "triton")
     assert arch in explain(q, q, q)
+
+
+def test_deterministic_algorithms_are_asked_for_by_either_switch(monkeypatch):
+    asked = []
+    monkeypatch.setattr("flashtile.kernel.autograd._told_deterministic", torch.are_deterministic_algorithms_enabled)
+    monkeypatch.setattr(
+        "flashtile.kernel.autograd.select", lambda problem, backend: asked.append(problem.asks) or select(problem, "cpu")
+    )
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+    for mode in (False, True):
+        torch.use_deterministic_algorithms(mode, warn_only=True)
+        for deterministic in (False, True):
+            flashtile.flash_attention(q, q, q, deterministic=deterministic, backend="cpu").sum().backward()
+            assert asked[-1] == (("deterministic gradients",) if mode or deterministic else ())

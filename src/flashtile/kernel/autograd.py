@@ -200,8 +200,8 @@ _DETERMINISTIC = ("deterministic gradients",)
 
 
 def _told_deterministic() -> bool:
-    """Return whether PyTorch was told to raise where an operation is not deterministic (not merely to warn)."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    """Return whether PyTorch was told to take deterministic algorithms where there are any."""
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def _mask(is_causal: bool) -> mask.Mask:
