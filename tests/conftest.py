@@ -33,6 +33,18 @@ hypothesis.settings.register_profile("flashtile", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("flashtile")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--prefer-hopper", action="store_true", help="run the GPU tests on the kernels for Hopper too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With ``--prefer-hopper``, let dispatch take backends by itself that it takes only on request."""
+    if config.getoption("--prefer-hopper"):
+        from flashtile import dispatch
+
+        dispatch.ON_REQUEST.clear()
+
+
 @pytest.fixture(autouse=True)
 def same_start(monkeypatch):
     """Seed every generator, and poison: in deterministic mode torch fills fresh memory with NaN (integers: maximum)."""

@@ -16,6 +16,8 @@ from flashtile.kernel import backend as backends
 from flashtile.kernel import check, hopper, launch
 from flashtile.kernel.layout import as_4d, copied_in_blocks
 
+# Backends that are taken only when asked for, and why.
+ON_REQUEST = {"hopper": "is taken only when asked for, until all GPU tests have passed with it"}
 _GPU_TYPES = ("cuda", "xpu")  # ROCm devices are called "cuda" too
 # The kernels of each backend's passes, as the launch table calls them.
 FORWARD = {"triton": ("forward",), "hopper": ("hopper_forward",)}
@@ -126,7 +128,7 @@ def _refusal(name: str, problem: Problem) -> tuple[type[Exception], str] | None:
 def select(problem: Problem, backend: str | None = None) -> Plan:
     """Return the plan for ``problem``: the backend asked for, or else the fastest that can serve it.
 
-    GPU tensors are served by Triton, on sm_90 by its Gluon where that has a kernel ("hopper"); CPU tensors by PyTorch,
+    GPU tensors are served by Triton, on request ("hopper") by kernels in its Gluon for sm_90; CPU tensors by PyTorch,
     or by Triton's interpreter when TRITON_INTERPRET=1.
 
     Raises ValueError, TypeError or ModuleNotFoundError that says what is missing, if none (or the one asked for) can.
@@ -134,7 +136,7 @@ def select(problem: Problem, backend: str | None = None) -> Plan:
     if backend is not None and backend not in backends.NAMES:
         raise ValueError(f"backend is {backend!r}, but wants None or one of {', '.join(map(repr, backends.NAMES))}")
     refusals = {name: _refusal(name, problem) for name in backends.NAMES}
-    able = [name for name, refusal in refusals.items() if refusal is None]
+    able = [name for name, refusal in refusals.items() if refusal is None and name not in ON_REQUEST]
     if backend is not None and (refusal := refusals[backend]):
         raise refusal[0](f"backend {backend!r} {refusal[1]}; asked for {problem}")
     if not able:
@@ -143,8 +145,12 @@ def select(problem: Problem, backend: str | None = None) -> Plan:
         raise error(f"no backend serves {problem}: {reasons}")
     chosen = backend or able[0]  # NAMES lists the fastest first
     reason = "asked for" if backend else _why(chosen, problem)
-    spare = f"could serve this too, but {chosen!r} was {'asked for' if backend else 'preferred'}"
-    rejected = {name: refusal[1] if refusal else spare for name, refusal in refusals.items() if name != chosen}
+    preferred = f"{chosen!r} was {'asked for' if backend else 'preferred'}"
+    rejected = {
+        name: refusal[1] if refusal else f"could serve this too, but {ON_REQUEST.get(name, preferred)}"
+        for name, refusal in refusals.items()
+        if name != chosen
+    }
     backward, reason_backward = chosen, ""
     if chosen == "hopper" and (refusal := hopper.refusal(problem, "backward")):
         backward, reason_backward = "triton", f"hopper {refusal}"

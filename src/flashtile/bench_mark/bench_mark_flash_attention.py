@@ -35,7 +35,7 @@ _PERFORMANCE24: dict[str, Any] = {
     "tokens": 16384,
     "width": 2048,
 }
-_GPU_PROVIDERS = ("flashtile", "flashtile_triton", "fa2", "cudnn", "fa3")
+_GPU_PROVIDERS = ("flashtile", "flashtile_hopper", "fa2", "cudnn", "fa3")
 _COLUMNS = ("provider", "mode", "dtype", "batch", "heads", "seqlen", "head_dim", "causal", "ms", "spread", "tflops",
             "peak_mib", "vs_fa2", "vs_best_peer", "error", "status")  # fmt: skip
 
@@ -267,7 +267,7 @@ def run(options: Options, console: Console | None = None) -> Result:
             "copy_gb_per_s": measure.copy_gb_per_s(clock),
         }
         backward = any(mode != "forward" for mode in options.modes)
-        if ours := [p.name for p in providers if p.name in ("flashtile", "flashtile_triton")]:
+        if ours := [p.name for p in providers if p.name.startswith("flashtile")]:
             compile_ahead(todo, ours, backward, console)
     bench = Bench(device, clock, providers, options.modes, result.ceilings.get("matmul_bf16_tflops"), options.memory)
     with progress.saving(result, options.out, console, columns=_COLUMNS), progress.bar(console) as bar:

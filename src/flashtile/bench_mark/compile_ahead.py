@@ -95,7 +95,9 @@ def _compile_case(job: tuple[str, Case, bool]) -> str:
 def compile_ahead(
     cases: Sequence[Case], providers: Sequence[str], backward: bool, console: Console, seconds: float = 120.0
 ) -> None:
-    """Compile the kernels of these providers, all ours, for these cases; a failure only shows later, where the case itself is measured.
+    """Compile the kernels of these providers, all ours, for these cases.
+
+    A failure only shows later, where the case itself is measured.
 
     Lengths and numbers of heads compile nothing new, so one small problem stands for all that share the rest.
     """

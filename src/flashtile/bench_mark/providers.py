@@ -211,18 +211,14 @@ def _dense_compiled(case: Case) -> Attention:
     return lambda q, k, v: _DenseCompiled.apply(q, k, v, case.causal)  # pyright: ignore[reportReturnType]
 
 
-def _flashtile(case: Case) -> Attention:
-    from flashtile.attention import flash_attention
+def _flashtile(backend: str | None) -> Callable[[Case], Attention]:
+    def build(case: Case) -> Attention:
+        from flashtile.attention import flash_attention
 
-    attention: Any = flash_attention
-    return lambda q, k, v: attention(q, k, v, is_causal=case.causal)
+        attention: Any = flash_attention
+        return lambda q, k, v: attention(q, k, v, is_causal=case.causal, backend=backend)
 
-
-def _flashtile_triton(case: Case) -> Attention:
-    from flashtile.attention import flash_attention
-
-    attention: Any = flash_attention
-    return lambda q, k, v: attention(q, k, v, is_causal=case.causal, backend="triton")
+    return build
 
 
 def _sdpa(case: Case) -> Attention:
@@ -278,8 +274,10 @@ _GPU = ("cuda",)
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
-        Provider("flashtile", "flashtile", _flashtile, head_dim_max=256),
-        Provider("flashtile_triton", "flashtile, portable kernels", _flashtile_triton, devices=_GPU, head_dim_max=256),
+        Provider("flashtile", "flashtile", _flashtile(None), head_dim_max=256),
+        Provider("flashtile_triton", "flashtile, portable", _flashtile("triton"), devices=_GPU, head_dim_max=256),
+        Provider("flashtile_hopper", "flashtile, Hopper", _flashtile("hopper"), devices=_GPU, dtypes=_HALF,
+                 head_dim_max=256, head_dim_multiple=8, capability_min=(9, 0)),
         Provider("fa2", "FlashAttention-2 (torch)", _sdpa, devices=_GPU, dtypes=_HALF, head_dim_max=256,
                  context=_backend(SDPBackend.FLASH_ATTENTION)),
         Provider("cudnn", "cuDNN (torch)", _sdpa, devices=_GPU, dtypes=_HALF, head_dim_multiple=8,
@@ -298,7 +296,7 @@ PROVIDERS: dict[str, Provider] = {
     )
 }  # fmt: skip
 
-OURS = ("flashtile", "flashtile_triton", "mock", "dense_compiled")
+OURS = ("flashtile", "flashtile_triton", "flashtile_hopper", "mock", "dense_compiled")
 
 
 def select(names: tuple[str, ...]) -> list[Provider]:

@@ -15,8 +15,9 @@ class Place(NamedTuple):
     """A program's share: a block of one head of one sequence, and where that sequence lies in the tensors.
 
     ``batch`` is the tensors' first coordinate and ``sequence`` the sequence's number (the same in dense batches; packed
-    tensors have a single batch entry; the rows after the last sequence have the number after the last). The sequence's first rows are ``q_start`` and ``k_start``; its numbers per query
-    (see ``scratch_length``) start at ``scratch_start``. ``block`` is -1 for a program without work.
+    tensors have a single batch entry; the rows after the last sequence have the number after the last). The sequence's
+    first rows are ``q_start`` and ``k_start``; its numbers per query (see ``scratch_length``) start at
+    ``scratch_start``. ``block`` is -1 for a program without work.
     """
 
     batch: Any
@@ -58,8 +59,8 @@ def sequence_length(cu_seqlens, seqused, i):
 def sequence_of(tile, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
     """Return (sequence, block) of tile number ``tile``; the block may lie past the sequence's end.
 
-    Sequence i has the tiles from ``cu_seqlens[i] // BLOCK + i`` on: at least as many as it has blocks, and known without
-    adding up the lengths before it.
+    Sequence i has the tiles from ``cu_seqlens[i] // BLOCK + i`` on: at least as many as it has blocks, and known
+    without adding up the lengths before it.
     """
     # The last sequence that starts at or before the tile lies in [low, high).
     low = tile * 0
@@ -120,8 +121,8 @@ def on_device(seqlens: Seqlens | None, total: int, block: int) -> tuple[int, Pac
     """Return ``num_sequences`` and ``packed`` for one kernel, and how many tiles of ``block`` rows a head has at most.
 
     ``total`` is the number of rows per head that the tiles cover. Packed lengths stay on the device: see
-    ``sequence_of``; programs past the end of their sequence have nothing to do. Rows that ``seqused`` cuts off belong to
-    no program: the caller fills them.
+    ``sequence_of``; programs past the end of their sequence have nothing to do. Rows that ``seqused`` cuts off belong
+    to no program: the caller fills them.
     """
     if seqlens is None:
         return 0, None, ceil_div(total, block)

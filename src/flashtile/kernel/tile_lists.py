@@ -43,7 +43,8 @@ def classify_kernel(
 ):  # fmt: skip
     """Program (n_block, m_block, head, batch) writes FULL, PARTIAL or EMPTY for one tile.
 
-    WIDTH_M is the power of two from BLOCK_M on: three warpgroups of 64 queries make a tile of 192. A tile that reaches past the end of what is walked over (keys, or queries if OF_KEYS) is never full.
+    WIDTH_M is the power of two from BLOCK_M on: three warpgroups of 64 queries make a tile of 192. A tile that reaches
+    past the end of what is walked over (keys, or queries if OF_KEYS) is never full.
     """
     program = tl.program_id(0)
     n_block = program % num_n_blocks
