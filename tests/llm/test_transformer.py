@@ -120,7 +120,9 @@ def test_every_setting_gives_the_same_attention_and_gradients(
 
 def test_attend_refuses_an_unknown_setting():
     x = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(ValueError, match="attention must be one of 'flash', 'flash_triton', 'naive', 'sdpa', got 'fast'"):
+    with pytest.raises(
+        ValueError, match="attention must be one of 'flash', 'flash_triton', 'naive', 'sdpa', got 'fast'"
+    ):
         attend(x, x, x, is_causal=True, attention="fast")  # pyright: ignore[reportArgumentType]
 
 

@@ -36,6 +36,7 @@ class Job(NamedTuple):
     score: str = ""
     dtype: str = "bf16"
     packed: bool = False
+    deterministic: bool = False
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def run(job: Job) -> dict[str, Any]:
         launched = offline.gluon_launches(
             lambda: hopper.backward(
                 do, q, k, v, do, lse, None, softmax_scale=0.1, mask=MASKS[job.mask](), score=SCORES[job.score](),
-                seqlens=seqlens, config=config,
+                seqlens=seqlens, deterministic=job.deterministic, config=config,
             )
         )  # fmt: skip
         (kernel,) = launched

@@ -1,4 +1,4 @@
-"""These kernels are written in the Gluon of one Triton; with another one dispatch does not choose them (tested there)."""
+"""These kernels are written in the Gluon of one Triton: with another one dispatch refuses them, and nothing compiles."""
 
 import importlib.util
 

@@ -8,16 +8,20 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+import triton
+import triton.language as tl
+
 from flashtile import mask, score
 from flashtile.dropout import Dropout
 from flashtile.kernel import launch, launcher, seqlen
 from flashtile.kernel.hopper import backward as hopper
-from flashtile.kernel.hopper import backward_sizes, pre_post
+from flashtile.kernel.hopper import backward_sizes, pre_post, rows
 from flashtile.kernel.layout import copied_in_blocks
 from flashtile.kernel.tile import head_dim_chunks
-from flashtile.seqlen import Seqlens
+from flashtile.seqlen import Seqlens, Where
 from tests import reference
 from tests.conftest import INTERPRETED
+from tests.kernel.hopper import backward_protocol
 from tests.kernel.hopper.compile_backward import Job
 from tests.kernel.hopper.offline import SHARED_LIMIT
 from tests.kernel.offline import compile_all
@@ -35,26 +39,47 @@ JOBS = (
     Job(64, 64, score="softcap"),
     Job(128, 128, score="alibi"),
     Job(256, 256, score="alibi"),
+    Job(64, 64, deterministic=True),
+    Job(128, 128, "window", deterministic=True),
+    Job(256, 256, packed=True, deterministic=True),
 )
+_Where = tl.constexpr(Where)
 # Instructions that move registers to memory and back in the loops over query tiles, of both consumers, and why. Room is
 # left for another compiler.
 SPILLS = {"wide tiles at head_dim 64": 80, "elsewhere": 24}
 
 
 @pytest.fixture(scope="module")
-def reports():
-    return dict(zip(JOBS, compile_all(JOBS, timeout=900, module="tests.kernel.hopper.compile_backward"), strict=True))
+def reports(request):
+    if "slow" not in request.config.option.markexpr:
+        pytest.skip("takes minutes: pytest -m slow tests/kernel/hopper")
+    return dict(zip(JOBS, compile_with_gluon(JOBS), strict=True))
+
+
+def compile_with_gluon(jobs):
+    return compile_all(jobs, timeout=900, module="tests.kernel.hopper.compile_backward")
 
 
 def job_name(job: Job) -> str:
-    return f"{job.head_dim}x{job.head_dim_v} {job.mask} {job.score}{' packed' if job.packed else ''} {job.dtype}"
+    words = job.mask, job.score, "packed" * job.packed, "deterministic" * job.deterministic, job.dtype
+    return " ".join([f"{job.head_dim}x{job.head_dim_v}", *filter(None, words)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS, ids=job_name)
 def test_compiles_for_hopper(reports, job):
+    check(reports[job], job)
+
+
+@pytest.mark.slow
+def test_representative_kernels_compile():
+    jobs = (Job(64, 64), Job(128, 128, packed=True), Job(256, 256, "full", deterministic=True))
+    for job, report in zip(jobs, compile_with_gluon(jobs), strict=True):
+        check(report, job)
+
+
+def check(report: dict, job: Job) -> None:
     """It fits, its matrix instructions are asynchronous, and its loops keep their numbers in registers."""
-    report = reports[job]
     assert "error" not in report, report["error"]
     assert report["shared"] <= SHARED_LIMIT
     assert report["matrix_instructions"] > 0
@@ -93,12 +118,13 @@ def in_reading_order(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("in_turn", [False, True], ids=["as they come", "in turn"])
 @pytest.mark.parametrize("packed", [None, (0, 10, 10, 140)], ids=["dense", "packed"])
 @pytest.mark.parametrize("dims", [(64, 64), (40, 80), (128, 64), (192, 128)], ids=str)
-def test_before_and_after(dims, packed):
-    """Delta, LSE and zeros before; the sums back in order, scaled, after; nothing of one sequence in another's tile."""
+def test_before_and_after(dims, packed, in_turn):
+    """Delta, LSE and turns before; the sums back in order, scaled, after; nothing of one sequence in another's tile."""
     head_dim, head_dim_v = dims
-    size = backward_sizes.of(head_dim, head_dim_v, config_of(*dims), packed is not None)
+    size = backward_sizes.of(head_dim, head_dim_v, config_of(*dims), packed is not None, in_turn)
     batch, heads, total = (1 if packed else 2), 3, 150
     starts = torch.tensor(packed or (0, total), dtype=torch.int32)
     num_sequences, on_device, tiles = seqlen.on_device(Seqlens(starts, starts) if packed else None, total, size.block_m)
@@ -107,11 +133,14 @@ def test_before_and_after(dims, packed):
     lse[:, :, 3] = -math.inf
     per_query = batch * heads * tiles * size.block_m
     lse_log2, delta, sums = (torch.full((per_query * n,), math.nan) for n in (1, 1, size.head_dim))
+    turns = torch.full((batch * heads * tiles, 2), 99, dtype=torch.int32)
     where = (heads, total, total, num_sequences, tiles, on_device)
     strides = launcher.strides_of(do), launcher.strides_of(o)
+    device_mask = mask.causal(align="top_left").on_device() if in_turn else None
     pre_post.before_kernel[(batch * heads * tiles,)](
-        do, o, lse, dlse, lse_log2, delta, sums, *strides, total, *where, head_dim_v, head_dim_chunks(head_dim_v), size
-    )
+        do, o, lse, dlse, lse_log2, delta, turns, sums, *strides, total, *where, device_mask,
+        head_dim_v, head_dim_chunks(head_dim_v), size,
+    )  # fmt: skip
     dq = torch.full((batch, heads, total, head_dim), math.nan)
     want = dq.clone()
     want_delta = torch.where(lse == -math.inf, 0.0, (do * o).sum(-1) - dlse)
@@ -128,13 +157,42 @@ def test_before_and_after(dims, packed):
                 torch.testing.assert_close(got[1][: len(rows)], want_delta[b, h, rows], rtol=1e-4, atol=1e-4)
                 assert (got[0][len(rows) :] == math.inf).all()
                 assert (got[1][len(rows) :] == 0).all()
-                sum_of_tile = sums[here.start * size.head_dim : here.stop * size.head_dim]
-                assert (sum_of_tile == 0).all()
-                tile_dq = torch.randn(size.block_m, size.head_dim)
-                fill(sum_of_tile, tile_dq, size)
-                want[b, h, rows] = tile_dq[: len(rows), :head_dim] * 0.5
-    pre_post.after_kernel[(batch * heads * tiles,)](sums, dq, launcher.strides_of(dq), 0.5, *where, head_dim, size)
+                # Every block of keys that these queries see begins with key 0; rows after the last sequence see none.
+                assert turns[tile].tolist() == [pre_post.UNTOUCHED if in_turn else 0] * 2
+                want[b, h, rows] = 0.0
+                if block or h:  # the other tiles are left as if nobody had come by
+                    tile_dq = torch.randn(size.block_m, size.head_dim)
+                    fill(sums[here.start * size.head_dim : here.stop * size.head_dim], tile_dq, size)
+                    turns[tile] = 1 if in_turn else 2
+                    want[b, h, rows] = tile_dq[: len(rows), :head_dim] * 0.5
+    strides = launcher.strides_of(dq)
+    pre_post.after_kernel[(batch * heads * tiles,)](sums, turns, dq, strides, 0.5, *where, head_dim, size)
     assert torch.equal(dq, want)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+@pytest.mark.parametrize(
+    "value",
+    [mask.full(), mask.causal(), mask.window(100, 0), mask.window(0, 90), mask.chunked(200)],
+    ids=repr,
+)
+def test_next_block_names_every_block_that_walks_over_a_tile(value):
+    """From block to block, ``next_block`` names those whose range of query tiles holds the tile, and ends."""
+    size = backward_sizes.of(64, 64, config_of(64, 64), False, True)
+    where = Where(0, 0, 700, 900)
+    num_blocks = -(-where.seqlen_k // size.block_n)
+    for m_block in range(-(-where.seqlen_q // size.block_m)):
+        want = []
+        for block in range(num_blocks):
+            lo, _, _, hi = value.query_range(
+                where, block * size.block_n, min((block + 1) * size.block_n, where.seqlen_k), value.args
+            )
+            first, last = max(lo, 0) // size.block_m, -(-max(min(hi, where.seqlen_q), 0) // size.block_m)
+            if first <= m_block < last:
+                want.append(block)
+        out = torch.full((num_blocks + 1,), -1, dtype=torch.int32)
+        _blocks_kernel[(1,)](out, 0, 0, where.seqlen_q, where.seqlen_k, value.on_device(), m_block, size)
+        assert out[: len(want) + 1].tolist() == [*want, num_blocks]
 
 
 def fill(sums: torch.Tensor, tile_dq: torch.Tensor, size: backward_sizes.Sizes) -> None:
@@ -150,11 +208,52 @@ def fill(sums: torch.Tensor, tile_dq: torch.Tensor, size: backward_sizes.Sizes) 
             sums[64 * 32 * box : 64 * 32 * (box + width)] = in_thread_order(part)
 
 
+FORMS = {
+    "head_dim 64": backward_protocol.Form(False, 2, 2, False, (1, 1)),
+    "head_dim 128": backward_protocol.Form(False, 2, 2, True, (1, 1)),
+    "head_dim 192": backward_protocol.Form(True, 2, 2, False, (1, 2)),
+    "head_dim 256": backward_protocol.Form(True, 2, 1, False, (2, 2)),
+    "head_dim 64, 256": backward_protocol.Form(True, 2, 2, False, (0, 1)),
+}
+
+
+@pytest.mark.parametrize("works", [[], [0], [1], [2], [3], [1, 1], [0, 0, 0], [2, 0, 3, 1], [5, 1, 1, 0, 2]], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_roles_wait_for_one_another(form, works):
+    """Whatever the order of their steps: no deadlock, nothing overwritten that is still read, nothing left out."""
+    for seed in range(8):
+        backward_protocol.run(FORMS[form], works, seed)
+
+
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (64, 256)], ids=str
+)
+def test_model_of_the_protocol_has_the_sizes_of_the_kernel(dims):
+    size = backward_sizes.of(*dims, config_of(*dims), False)
+    parts = tuple(-(-boxes // size.dq_kept) for boxes in size.dq_boxes)
+    form = backward_protocol.Form(
+        size.block_n == 64, size.stages, size.stages_do, size.dk_late and size.block_n > 64, parts
+    )
+    assert form in FORMS.values()
+
+
+@triton.jit
+def _blocks_kernel(out_ptr, batch, head, seqlen_q, seqlen_k, mask, m_block, SIZES: tl.constexpr):
+    where = _Where(batch, head, seqlen_q, seqlen_k)
+    num_blocks = tl.cdiv(seqlen_k, SIZES.block_n)
+    block = pre_post.next_block(mask, where, m_block, num_blocks * 0, SIZES)
+    tl.store(out_ptr, block)
+    while block < num_blocks:
+        out_ptr += 1
+        block = pre_post.next_block(mask, where, m_block, block + 1, SIZES)
+        tl.store(out_ptr, block)
+
+
 def test_packed_rows_end_with_their_sequence():
     """The extra dimensions of a packed descriptor cancel in 64 bits, and rows past the end are outside."""
     t = torch.empty(1, 3, 1000, 64, dtype=torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2)
     size = backward_sizes.of(64, 64, config_of(64, 64), True)
-    descriptor = hopper._rows_descriptor(t, 128, size)
+    descriptor = rows.described(t, 128, size.panel, True)
     start, length, head = 777, 100, 2
     for row in (0, 5, 99, 100, 127):
         coordinates = (2**30, start + length, head, 2**30 - length + row, 8)
@@ -199,9 +298,10 @@ CASES = {
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
 )
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_gradients(dims, case):
+def test_gradients(dims, case, deterministic):
     """Gradients as accurate as the rule asks, with grouped heads and rows that end inside a tile."""
     options = {"mask": mask.full(), "score": None} | CASES[case]
     cu_seqlens = options.pop("cu_seqlens", None)
@@ -216,7 +316,10 @@ def test_gradients(dims, case):
     want, plain = reference.reference(q, k, v, **given), reference.plain(q, k, v, **given)
     o, lse = want.o.to(q), want.lse.float().cuda()
     assert all(map(copied_in_blocks, (q, k, v)))
-    grads = hopper.backward(do, q, k, v, o, lse, dlse, softmax_scale=scale, seqlens=seqlens, **options)
+    options |= {"softmax_scale": scale, "seqlens": seqlens, "deterministic": deterministic}
+    grads = hopper.backward(do, q, k, v, o, lse, dlse, **options)
+    for _ in range(3 if deterministic else 0):
+        assert all(map(torch.equal, grads, hopper.backward(do, q, k, v, o, lse, dlse, **options)))
     for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
         bound = reference.BACKWARD_FACTOR
         reference.assert_accurate(grad, getattr(want, name), getattr(plain, name), bound, name)

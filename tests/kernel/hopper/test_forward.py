@@ -74,7 +74,9 @@ def test_representative_kernels_compile():
 
 
 @pytest.fixture(scope="module")
-def reports():
+def reports(request):
+    if "slow" not in request.config.option.markexpr:
+        pytest.skip("takes minutes: pytest -m slow tests/kernel/hopper")
     return dict(zip(SWEEP, compile_with_gluon(SWEEP), strict=True))
 
 

@@ -3,9 +3,10 @@
     P = exp(score(S) - lse)     dP = dO V^T     delta = rowsum(dO * O) - dlse     dS = P * (dP - delta) * score'(S)
     dQ = softmax_scale dS K     dK = softmax_scale dS^T Q     dV = P^T dO
 
-A program owns a block of keys of one kv head and walks over the query tiles of every query head that reads it: K and V
-stay in shared memory, dK and dV in registers. dQ is summed over programs in fp32 in global memory, by the copy engine,
-in the order in which programs come by: dQ is not the same bit for bit from run to run, dK and dV are.
+A program takes a block of keys of one kv head and walks over the query tiles of every query head that reads it: K and
+V stay in shared memory, dK and dV in registers. Then it takes the next block. dQ is summed over programs in fp32 in
+global memory, by the copy engine, in the order in which programs come by: dQ is then not the same bit for bit from run
+to run (dK and dV are), unless programs take turns.
 ``pre_post.py`` has what comes before (delta, zeros) and after (dQ into its dtype).
 
 Source: Shah et al., FlashAttention-3 (2024); the portable version is in ``flash_attention_backward.py``.
@@ -24,21 +25,19 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.dropout import Dropout
 from flashtile.kernel import launch, launcher, seqlen, tile_lists
-from flashtile.kernel.hopper import backward_narrow, backward_sizes, backward_wide
+from flashtile.kernel.hopper import backward_narrow, backward_sizes, backward_wide, rows, schedule
+from flashtile.kernel.hopper.backward_movers import loader, reducer
 from flashtile.kernel.hopper.backward_parts import (
     BOX,
     ROWS,
     Buffers,
     Copies,
-    Filled,
-    key_block,
-    loader,
+    Signals,
+    blocks,
     panel_layout,
-    reducer,
-    share_of,
-    write_number,
 )
 from flashtile.kernel.hopper.backward_sizes import Sizes
+from flashtile.kernel.hopper.backward_work import FIELDS, READERS, SLOTS, Problem
 from flashtile.kernel.hopper.pre_post import after_kernel, before_kernel
 from flashtile.kernel.launcher import Descriptor
 from flashtile.kernel.layout import copied_in_blocks, empty_in_order_of
@@ -52,14 +51,10 @@ __all__ = ["backward", "backward_kernel"]
 
 SECTION_BYTES = 32 * 2**20  # of Q, dO and sums of dQ, which the programs of a section should find in the L2 cache
 
-_Buffers, _Copies, _Filled = gl.constexpr(Buffers), gl.constexpr(Copies), gl.constexpr(Filled)
+_Buffers, _Copies = gl.constexpr(Buffers), gl.constexpr(Copies)
+_Problem, _Signals = gl.constexpr(Problem), gl.constexpr(Signals)
 _narrow_consumer = backward_narrow.consumer
 _p_consumer, _ds_consumer = backward_wide.p_consumer, backward_wide.ds_consumer
-
-
-@gluon.constexpr_function
-def _blocks(count, block_type):
-    return [count, *block_type.shape]
 
 
 @gluon.jit
@@ -75,49 +70,47 @@ def _buffers(q_desc, k_desc, lse_desc, dq_desc, P_DTYPE: gl.constexpr, SIZES: gl
     if HALVES == 1:
         p = gl.allocate_shared_memory(P_DTYPE, [ROWS, SIZES.block_m], panel_layout(64))
     return _Buffers(
-        gl.allocate_shared_memory(dtype, _blocks(SIZES.stages * PANELS, q_desc.block_type), q_desc.layout),
-        gl.allocate_shared_memory(dtype, _blocks(HALVES * PANELS, k_desc.block_type), k_desc.layout),
-        gl.allocate_shared_memory(dtype, _blocks(HALVES * PANELS_V, k_desc.block_type), k_desc.layout),
-        gl.allocate_shared_memory(dtype, _blocks(SIZES.stages_do * PANELS_V, q_desc.block_type), q_desc.layout),
+        gl.allocate_shared_memory(dtype, blocks(SIZES.stages * PANELS, q_desc), q_desc.layout),
+        gl.allocate_shared_memory(dtype, blocks(HALVES * PANELS, k_desc), k_desc.layout),
+        gl.allocate_shared_memory(dtype, blocks(HALVES * PANELS_V, k_desc), k_desc.layout),
+        gl.allocate_shared_memory(dtype, blocks(SIZES.stages_do * PANELS_V, q_desc), q_desc.layout),
         gl.allocate_shared_memory(gl.float32, [SIZES.stages, SIZES.block_m], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [SIZES.stages_do, SIZES.block_m], lse_desc.layout),
         ds,
         p,
         gl.allocate_shared_memory(gl.float32, [2 * SIZES.dq_kept, ROWS, BOX], dq_desc.layout),
         gl.allocate_shared_memory(gl.int32, [2 * SIZES.stages, 1], NUMBERS),
-        gl.allocate_shared_memory(gl.int32, [4, 1], NUMBERS),
+        gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], NUMBERS),
     )
 
 
 @gluon.jit
-def _mbarriers(COUNT: gl.constexpr):
+def _mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(i), count=ARRIVALS)
     return bars
 
 
 @gluon.jit(
-    do_not_specialize=["num_heads_q", "heads_per_kv", "seqlen_q", "seqlen_k", "num_sequences", "tiles_per_head",
-                       "heads_per_section"]
+    do_not_specialize=["num_works", "heads_per_section", "num_heads_q", "heads_per_kv", "seqlen_q", "seqlen_k",
+                       "num_sequences", "tiles_per_head"]
 )  # fmt: skip
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
-    softmax_scale, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences, tiles_per_head, heads_per_section,
-    packed, mask, score, tiles, SIZES: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc, softmax_scale,
+    num_works, heads_per_section, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences, tiles_per_head,
+    turns_ptr, counter, packed, mask, score, tiles, SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Program (section, n_block, kv head) writes dK and dV of its keys and adds to dQ of the queries that see them."""
-    num_heads_kv = num_heads_q // heads_per_kv
-    at = key_block(seqlen_q, seqlen_k, num_sequences, packed, num_heads_kv, heads_per_section, SIZES.block_n)
-    work = share_of(at, packed, num_heads_q, heads_per_kv, tiles_per_head, mask, tiles, SIZES)
+    """A piece of work, (section, n_block, kv head), writes dK and dV of its keys and adds to dQ where they are seen."""
+    problem = _Problem(num_works, heads_per_section, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences,
+                       tiles_per_head, turns_ptr)  # fmt: skip
     copies = _Copies(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc)
     P_DTYPE: gl.constexpr = gl.float16 if score is None else q_desc.dtype
     buffers = _buffers(q_desc, k_desc, lse_desc, dq_desc, P_DTYPE, SIZES)
-    write_number(buffers.facts, 0, at.sequence)
-    write_number(buffers.facts, 1, at.seqlen_q)
-    write_number(buffers.facts, 2, at.seqlen_k)
-    write_number(buffers.facts, 3, at.block * SIZES.block_n)
-    filled = _Filled(_mbarriers(SIZES.stages), _mbarriers(1), _mbarriers(1), _mbarriers(SIZES.stages_do), _mbarriers(2))
+    signals = _Signals(
+        _mbarriers(SIZES.stages, 1), _mbarriers(1, 1), _mbarriers(1, 1), _mbarriers(SIZES.stages_do, 1),
+        _mbarriers(1, 2), _mbarriers(1, 2), _mbarriers(2, 1), _mbarriers(SLOTS, 1), _mbarriers(SLOTS, READERS),
+    )  # fmt: skip
     fence_async_shared()
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
@@ -125,11 +118,11 @@ def backward_kernel(
     if SIZES.block_n > ROWS:
         gl.warp_specialize(
             [
-                (_narrow_consumer, (FIRST, copies, buffers, filled, work, softmax_scale, mask, score, SIZES)),
-                (_narrow_consumer, (SECOND, copies, buffers, filled, work, softmax_scale, mask, score, SIZES)),
-                (loader, (copies, buffers, filled, work, mask, tiles, SIZES)),
-                (reducer, (FIRST, copies, buffers, filled, work, mask, tiles, SIZES)),
-                (reducer, (SECOND, copies, buffers, filled, work, mask, tiles, SIZES)),
+                (_narrow_consumer, (FIRST, copies, buffers, signals, softmax_scale, mask, score, SIZES)),
+                (_narrow_consumer, (SECOND, copies, buffers, signals, softmax_scale, mask, score, SIZES)),
+                (loader, (copies, buffers, signals, problem, counter, packed, mask, tiles, SIZES)),
+                (reducer, (FIRST, copies, buffers, signals, problem, mask, tiles, SIZES)),
+                (reducer, (SECOND, copies, buffers, signals, problem, mask, tiles, SIZES)),
             ],
             [4, 1, 1, 1],
             [SIZES.registers_consumer, SIZES.registers_mover, SIZES.registers_mover, SIZES.registers_mover],
@@ -137,11 +130,11 @@ def backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_p_consumer, (copies, buffers, filled, work, softmax_scale, mask, score, SIZES)),
-                (_ds_consumer, (copies, buffers, filled, work, softmax_scale, SIZES)),
-                (loader, (copies, buffers, filled, work, mask, tiles, SIZES)),
-                (reducer, (FIRST, copies, buffers, filled, work, mask, tiles, SIZES)),
-                (reducer, (SECOND, copies, buffers, filled, work, mask, tiles, SIZES)),
+                (_p_consumer, (copies, buffers, signals, softmax_scale, mask, score, SIZES)),
+                (_ds_consumer, (copies, buffers, signals, softmax_scale, SIZES)),
+                (loader, (copies, buffers, signals, problem, counter, packed, mask, tiles, SIZES)),
+                (reducer, (FIRST, copies, buffers, signals, problem, mask, tiles, SIZES)),
+                (reducer, (SECOND, copies, buffers, signals, problem, mask, tiles, SIZES)),
             ],
             [4, 1, 1, 1],
             [SIZES.registers_consumer, SIZES.registers_mover, SIZES.registers_mover, SIZES.registers_mover],
@@ -152,32 +145,8 @@ def backward_kernel(
 
 
 @functools.cache
-def _layout(panel: int, rank: int) -> Any:
-    return gl.NVMMASharedLayout(2 * panel, 16, rank)
-
-
-@functools.cache
 def _fp32_layout(rank: int) -> Any:
     return gl.NVMMASharedLayout(0 if rank == 1 else 128, 32, rank)
-
-
-def _rows_descriptor(t: torch.Tensor, block_rows: int, size: Sizes) -> Descriptor:
-    """Return a (batch, heads, rows, columns) tensor as the copy engine takes it: blocks of one panel.
-
-    Packed sequences have to end where they end, not where the tensor does. So their rows are a dimension of 2**30 that
-    the kernel enters from its far end, 2**30 - length + row, and two more dimensions whose coordinates cancel what that
-    adds to the address, in 64 bits: 2**30 * (2**34 - stride) + (start + length) * stride.
-    Source: ``triton.tools.ragged_tma``.
-    """
-    shape, strides = t.shape, t.stride()
-    batch, head, row = (stride if n > 1 else 8 for n, stride in zip(shape[:3], strides[:3], strict=True))
-    if not size.packed:
-        block = (1, 1, block_rows, size.panel)
-        return Descriptor(t, tuple(shape), (batch, head, row, 1), block, _layout(size.panel, 4))
-    row = strides[2]
-    far = 2**31 - 2**16
-    shape, strides = (far, far, shape[1], 2**30, shape[3]), (2**34 - row, row, head, row, 1)
-    return Descriptor(t, shape, strides, (1, 1, 1, block_rows, size.panel), _layout(size.panel, 5))
 
 
 def _heads_per_section(mask: Mask, batch: int, heads_q: int, heads_kv: int, seqlen_q: int, size: Sizes) -> int:
@@ -202,13 +171,15 @@ def backward(
     score: Score | None = None,
     dropout: Dropout | None = None,
     seqlens: Seqlens | None = None,
+    deterministic: bool = False,
     config: launch.HopperConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ``(dq, dk, dv)`` for the gradients ``do`` of o and ``dlse`` of the log-sum-exp (None: zero).
 
     Shapes as in ``flash_attention_triton.forward``. The copy engine reads q, k and v where they lie
     (``hopper.refusal``); do too, unless it has to be copied first; o may have any strides. Memory beyond the gradients:
-    an fp32 dQ and two numbers per query, whole tiles of them. Raises NotImplementedError for dropout.
+    an fp32 dQ and two numbers per query, whole tiles of them. With ``deterministic`` dq too is the same bit for bit in
+    every run, because programs add to it in turn. Raises NotImplementedError for dropout.
     """
     if dropout is not None:
         raise NotImplementedError("the backward pass for Hopper has no registers left for dropout's random numbers")
@@ -227,36 +198,43 @@ def backward(
     config = config or launch.lookup_hopper("hopper_backward", head_dim, head_dim_v, q.dtype)
     if score is not None and config.block_m > 64:  # the derivative of a wide tile has no registers
         config = dataclasses.replace(config, block_m=64)
-    size = backward_sizes.of(head_dim, head_dim_v, config, seqlens is not None)
+    size = backward_sizes.of(head_dim, head_dim_v, config, seqlens is not None, deterministic)
     if not copied_in_blocks(do):
         do = do.contiguous()
     num_sequences, packed, tiles_per_head = seqlen.on_device(seqlens, seqlen_q, size.block_m)
-    key_blocks_per_head = seqlen.on_device(seqlens, seqlen_k, size.block_n)[2]
+    num_works = seqlen.on_device(seqlens, seqlen_k, size.block_n)[2] * num_heads_kv * batch
     num_tiles = batch * num_heads_q * tiles_per_head
-    scratch = torch.empty(num_tiles * size.block_m * (size.head_dim + 2), dtype=torch.float32, device=q.device)
     per_query = num_tiles * size.block_m
-    lse_log2, delta, dq_sum = scratch.split([per_query, per_query, per_query * size.head_dim])
-    where = (num_heads_q, seqlen_q, seqlen_k, num_sequences, tiles_per_head, packed)
-    with launch.on_device(q.device):
-        args = (do, o, lse, None if dlse is None else dlse.contiguous(), lse_log2, delta, dq_sum,
-                launcher.strides_of(do), launcher.strides_of(o), seqlen_q, *where)  # fmt: skip
-        constants = {"HEAD_DIM_V": head_dim_v, "CHUNKS_V": head_dim_chunks(head_dim_v), "SIZES": size}
-        launcher.run(before_kernel, num_tiles, q.device, args, constants, config)
-
-        row_layout, per_query_block = _fp32_layout(1), (size.block_m,)
+    lengths = [per_query, per_query, per_query * size.head_dim, 2 * num_tiles]
+    scratch = torch.empty(sum(lengths), dtype=torch.float32, device=q.device)
+    lse_log2, delta, dq_sum, turns = scratch.split(lengths)
+    turns = turns.view(torch.int32)
+    if deterministic and mask.key_range is None:  # lists do not say which other blocks of keys walk over a tile
+        device_mask, tiles = mask.on_device(), None
+    else:
         device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, True)
-        args = (
-            *(_rows_descriptor(t, rows, size) for t, rows in ((q, size.block_m), (k, 64), (v, 64), (do, size.block_m))),
-            *(Descriptor(t, (per_query,), (1,), per_query_block, row_layout) for t in (lse_log2, delta)),
-            *(_rows_descriptor(t, 64, size) for t in (dk, dv)),
-            Descriptor(dq_sum, (dq_sum.numel() // 32, 32), (32, 1), (64, 32), _fp32_layout(2)),
-            softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, tiles_per_head,
-            _heads_per_section(mask, batch, num_heads_q, num_heads_kv, seqlen_q, size),
-            packed, device_mask, launcher.score_on_device(score, q, k), tiles,
-        )  # fmt: skip
-        programs = key_blocks_per_head * num_heads_kv * batch
+    where = (num_heads_q, seqlen_q, seqlen_k, num_sequences, tiles_per_head, packed)
+    before = (
+        do, o, lse, None if dlse is None else dlse.contiguous(), lse_log2, delta, turns, dq_sum,
+        launcher.strides_of(do), launcher.strides_of(o), seqlen_q, *where, device_mask if deterministic else None,
+    )  # fmt: skip
+    query_rows, key_rows = (size.block_m, size.panel, size.packed), (ROWS.value, size.panel, size.packed)
+    args = (
+        rows.described(q, *query_rows), rows.described(k, *key_rows), rows.described(v, *key_rows),
+        rows.described(do, *query_rows),
+        *(Descriptor(t, (per_query,), (1,), (size.block_m,), _fp32_layout(1)) for t in (lse_log2, delta)),
+        rows.described(dk, *key_rows), rows.described(dv, *key_rows),
+        Descriptor(dq_sum, (dq_sum.numel() // 32, 32), (32, 1), (ROWS.value, BOX.value), _fp32_layout(2)),
+        softmax_scale, num_works, _heads_per_section(mask, batch, num_heads_q, num_heads_kv, seqlen_q, size),
+        num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, tiles_per_head,
+        turns, schedule.counter_of(q.device) if size.queue else None, packed, device_mask,
+        launcher.score_on_device(score, q, k), tiles,
+    )  # fmt: skip
+    after = (dq_sum, turns, dq, launcher.strides_of(dq), softmax_scale, *where)
+    of_v = {"HEAD_DIM_V": head_dim_v, "CHUNKS_V": head_dim_chunks(head_dim_v), "SIZES": size}
+    with launch.on_device(q.device):
+        launcher.run(before_kernel, num_tiles, q.device, before, of_v, config)
+        programs = min(num_works, schedule.multiprocessors(q.device)) if size.queue else num_works
         launcher.run(backward_kernel, programs, q.device, args, {"SIZES": size}, config)
-
-        args = (dq_sum, dq, launcher.strides_of(dq), softmax_scale, *where)
-        launcher.run(after_kernel, num_tiles, q.device, args, {"HEAD_DIM": head_dim, "SIZES": size}, config)
+        launcher.run(after_kernel, num_tiles, q.device, after, {"HEAD_DIM": head_dim, "SIZES": size}, config)
     return dq, dk, dv

@@ -34,7 +34,6 @@ from flashtile.kernel.hopper.backward_parts import (
     panel_layout,
     per_query,
     probabilities,
-    read_number,
     start_sums,
     start_transposed,
     store_dq,
@@ -43,6 +42,7 @@ from flashtile.kernel.hopper.backward_parts import (
     zero_sums,
 )
 from flashtile.kernel.hopper.backward_sizes import boxes_in, first_box
+from flashtile.kernel.hopper.backward_work import FIELDS, SLOTS, done, read_number, read_place, read_total
 
 
 @gluon.constexpr_function
@@ -75,8 +75,9 @@ def _start_dq(consumer: gl.constexpr, parity, zero, buffers, SIZES: gl.constexpr
 
 
 @gluon.jit
-def _tile(consumer: gl.constexpr, it, dk, dv, buffers, filled, softmax_scale, mask, score, SIZES: gl.constexpr):
-    """Add query tile number ``it`` of the walk to dK (without softmax_scale) and dV, and the one before it to dQ."""
+def _tile(consumer: gl.constexpr, it, has_last, slot, dk, dv, buffers, signals, softmax_scale, mask, score,
+          SIZES: gl.constexpr):  # fmt: skip
+    """Add query tile number ``it`` to dK (without softmax_scale) and dV, and the one before it, if any, to dQ."""
     BLOCK_M: gl.constexpr = SIZES.block_m
     PANEL: gl.constexpr = SIZES.panel
     HEAD_DIM: gl.constexpr = SIZES.head_dim
@@ -89,29 +90,29 @@ def _tile(consumer: gl.constexpr, it, dk, dv, buffers, filled, softmax_scale, ma
     parity = it & 1
     zero = it >> 24
     dtype = buffers.q.dtype
-    mbarrier.wait(filled.q.index(buffer), phase)
+    mbarrier.wait(signals.q.index(buffer), phase)
     s = start_transposed(buffers.k, zero + consumer * PANELS, buffers.q, buffer * PANELS, BLOCK_M, HEAD_DIM, PANEL)
     dq = _start_dq(consumer, parity ^ 1, zero, buffers, SIZES)
     tile, head = read_number(buffers.tile, 2 * buffer), read_number(buffers.tile, 2 * buffer + 1)
     lse_log2 = per_query(buffers.lse, buffer, BLOCK_M)
     if SIZES.dk_late:
         s, dk = finish_beside(s, dk, 2)
-        barriers.arrive_if(it > 0, Q_FREE + (it + SIZES.stages - 1) % SIZES.stages, LOADER_AND_CONSUMERS)
+        barriers.arrive_if(has_last, Q_FREE + (it + SIZES.stages - 1) % SIZES.stages, LOADER_AND_CONSUMERS)
     else:
         s = warpgroup_mma_wait(2, [s])
-    p, p_slope = probabilities(s, lse_log2, tile, head, consumer * ROWS, buffers.facts, softmax_scale, mask, score,
-                               SIZES)  # fmt: skip
+    p, p_slope = probabilities(s, lse_log2, tile, head, consumer * ROWS, buffers.board, slot, softmax_scale,
+                               mask, score, SIZES)  # fmt: skip
     p16 = gl.convert_layout(p.to(dtype), operand_layout())
     dq = warpgroup_mma_wait(0, [dq])
-    if it > 0:
-        store_dq(consumer, dq, it - 1, buffers, filled, BOXES, SIZES)
-    mbarrier.wait(filled.do.index(buffer), phase)
+    if has_last:
+        store_dq(consumer, dq, it - 1, buffers, signals, BOXES, SIZES)
+    mbarrier.wait(signals.do.index(buffer), phase)
     dp = start_transposed(buffers.v, zero + consumer * PANELS_V, buffers.do, buffer * PANELS_V, BLOCK_M, HEAD_DIM_V,
                           PANEL)  # fmt: skip
     dv = start_sums(p16, buffers.do, buffer * PANELS_V, dv, BLOCK_M, HEAD_DIM_V, PANEL)
     dp = warpgroup_mma_wait(len(dv), [dp])
     # Waiting again keeps the loads of delta from moving up, to where registers are short.
-    mbarrier.wait(filled.do.index(buffer), phase)
+    mbarrier.wait(signals.do.index(buffer), phase)
     delta = per_query(buffers.delta, buffer, BLOCK_M)
     ds = (p_slope * (dp - delta[None, :])).to(dtype)
     ds_smem = buffers.ds.index(2 * consumer + parity)
@@ -133,31 +134,40 @@ def _tile(consumer: gl.constexpr, it, dk, dv, buffers, filled, softmax_scale, ma
 
 
 @gluon.jit
-def consumer(consumer: gl.constexpr, copies, buffers, filled, work, softmax_scale, mask, score, SIZES: gl.constexpr):
+def consumer(consumer: gl.constexpr, copies, buffers, signals, softmax_scale, mask, score, SIZES: gl.constexpr):
     """One of two warpgroups: dK and dV of its 64 keys, and its half of every dQ tile."""
-    BOXES: gl.constexpr = boxes_in(0, consumer, SIZES)
-    at, total = work.at, work.total
-    dk, dv = zero_sums(SIZES.head_dim, SIZES.dk_late), zero_sums(SIZES.head_dim_v, False)
-    if total > 0:
-        # The first tile computes a dQ of the tile before it out of whatever there is, and does not store it.
-        barriers.arrive(DS_READY + 2 * consumer + 1, CONSUMERS)
-        mbarrier.wait(filled.k.index(0), 0)
-        mbarrier.wait(filled.v.index(0), 0)
-    for it in range(total):
-        dk, dv = _tile(consumer, it, dk, dv, buffers, filled, softmax_scale, mask, score, SIZES)
-    dk = finish(dk, 0)
-    if total > 0:
-        if SIZES.dk_late:
-            barriers.arrive(Q_FREE + (total - 1) % SIZES.stages, LOADER_AND_CONSUMERS)
-        dq = warpgroup_mma_wait(0, [_start_dq(consumer, (total - 1) & 1, total >> 24, buffers, SIZES)])
-        store_dq(consumer, dq, total - 1, buffers, filled, BOXES, SIZES)
-    # K is free when the other consumer has computed its last dQ. The barrier is one on which no arrival can be left:
-    # not that of the last tile's dS.
-    barriers.sync(DS_READY + (total & 1), CONSUMERS)
-    if at.block >= 0:
+    it, number = 0, 0
+    total = read_total(buffers.board, signals, number)
+    while total >= 0:
+        slot = number % SLOTS * FIELDS
+        dk, dv = zero_sums(SIZES.head_dim, SIZES.dk_late), zero_sums(SIZES.head_dim_v, False)
+        if total > 0:
+            # The first tile computes a dQ of the tile before it out of whatever there is, and does not store it.
+            barriers.arrive(DS_READY + 2 * consumer + ((it & 1) ^ 1), CONSUMERS)
+        mbarrier.wait(signals.k.index(0), number & 1)
+        mbarrier.wait(signals.v.index(0), number & 1)
+        for i in range(total):
+            dk, dv = _tile(consumer, it + i, i > 0, slot, dk, dv, buffers, signals, softmax_scale, mask, score, SIZES)
+        it += total
+        dk = finish(dk, 0)
+        mbarrier.arrive(signals.v_free.index(0), count=1)
+        if total > 0:
+            if SIZES.dk_late:
+                barriers.arrive(Q_FREE + (it - 1) % SIZES.stages, LOADER_AND_CONSUMERS)
+            dq = warpgroup_mma_wait(0, [_start_dq(consumer, (it - 1) & 1, it >> 24, buffers, SIZES)])
+            store_dq(consumer, dq, it - 1, buffers, signals, boxes_in(0, consumer, SIZES), SIZES)
+        mbarrier.arrive(signals.k_free.index(0), count=1)
+        # dS is free when the other consumer has computed its last dQ. The barrier is one on which no arrival can be
+        # left: not that of the last tile's dS.
+        barriers.sync(DS_READY + (it & 1), CONSUMERS)
+        at = read_place(buffers.board, number)
         row = at.block * SIZES.block_n + consumer * ROWS
-        panels = consumer * (SIZES.head_dim // SIZES.panel)
-        panels_v = consumer * (SIZES.head_dim_v // SIZES.panel)
-        store_sums(copies.dv, dv, 1.0, buffers.v, panels_v, at, row, SIZES.head_dim_v, SIZES)
-        store_sums(copies.dk, dk, softmax_scale, buffers.k, panels, at, row, SIZES.head_dim, SIZES)
+        store_sums(copies.dv, dv, 1.0, buffers.ds.index(2 * consumer), at, row, SIZES.head_dim_v, SIZES)
+        mbarrier.wait(signals.dq_free.index(consumer), (it & 1) ^ 1)
+        smem = buffers.dq.index(consumer * SIZES.dq_kept)
+        store_sums(copies.dk, dk, softmax_scale, smem, at, row, SIZES.head_dim, SIZES)
+        done(signals, number)
+        number += 1
+        total = read_total(buffers.board, signals, number)
         tma.store_wait(0)
+        gl.thread_barrier()  # dS and dQ may be written again

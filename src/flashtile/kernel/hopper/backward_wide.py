@@ -32,7 +32,6 @@ from flashtile.kernel.hopper.backward_parts import (
     operand_layout,
     per_query,
     probabilities,
-    read_number,
     start_sums,
     start_transposed,
     store_dq,
@@ -41,6 +40,7 @@ from flashtile.kernel.hopper.backward_parts import (
     zero_sums,
 )
 from flashtile.kernel.hopper.backward_sizes import boxes_in, first_box, parts
+from flashtile.kernel.hopper.backward_work import FIELDS, SLOTS, done, read_number, read_place, read_total
 
 # Named barriers: dS of a tile (two numbers, by the tile's parity), P of a tile, and P has been read.
 P_READY, P_READ = gl.constexpr(DS_READY.value + 2), gl.constexpr(DS_READY.value + 3)
@@ -58,23 +58,23 @@ def _start_dq(consumer: gl.constexpr, part: gl.constexpr, parity, zero, buffers,
 
 
 @gluon.jit
-def _last_dq(consumer: gl.constexpr, total, buffers, filled, SIZES: gl.constexpr):
-    """Compute and store this consumer's columns of the last tile's dQ."""
+def _last_dq(consumer: gl.constexpr, it, buffers, signals, SIZES: gl.constexpr):
+    """Compute and store this consumer's columns of dQ of query tile number ``it``, the last one."""
     PARTS: gl.constexpr = parts(consumer, SIZES)
     for part in gl.static_range(PARTS):
-        dq = warpgroup_mma_wait(0, [_start_dq(consumer, part, (total - 1) & 1, total >> 24, buffers, SIZES)])
-        store_dq(consumer, dq, (total - 1) * PARTS + part, buffers, filled, boxes_in(part, consumer, SIZES), SIZES)
+        dq = warpgroup_mma_wait(0, [_start_dq(consumer, part, it & 1, it >> 24, buffers, SIZES)])
+        store_dq(consumer, dq, it * PARTS + part, buffers, signals, boxes_in(part, consumer, SIZES), SIZES)
 
 
 @gluon.jit
-def _p_tile(it, dv, buffers, filled, softmax_scale, mask, score, SIZES: gl.constexpr):
-    """Make P of query tile number ``it`` of the walk, hand it on, and add its share to dV."""
+def _p_tile(it, has_last, slot, dv, buffers, signals, softmax_scale, mask, score, SIZES: gl.constexpr):
+    """Make P of query tile number ``it``, hand it on, and add its share to dV."""
     PARTS: gl.constexpr = parts(0, SIZES)
     PANELS: gl.constexpr = SIZES.head_dim // SIZES.panel
     PANELS_V: gl.constexpr = SIZES.head_dim_v // SIZES.panel
     buffer, buffer_do = it % SIZES.stages, it % SIZES.stages_do
     zero = it >> 24
-    mbarrier.wait(filled.q.index(buffer), (it // SIZES.stages) & 1)
+    mbarrier.wait(signals.q.index(buffer), (it // SIZES.stages) & 1)
     s = start_transposed(buffers.k, zero, buffers.q, buffer * PANELS, SIZES.block_m, SIZES.head_dim, SIZES.panel)
     barriers.sync(DS_READY + ((it & 1) ^ 1), CONSUMERS)
     if PARTS > 0:
@@ -82,51 +82,61 @@ def _p_tile(it, dv, buffers, filled, softmax_scale, mask, score, SIZES: gl.const
     tile, head = read_number(buffers.tile, 2 * buffer), read_number(buffers.tile, 2 * buffer + 1)
     lse_log2 = per_query(buffers.lse, buffer, SIZES.block_m)
     s = warpgroup_mma_wait(1 if PARTS > 0 else 0, [s])
-    p, p_slope = probabilities(s, lse_log2, tile, head, 0, buffers.facts, softmax_scale, mask, score, SIZES)
+    p, p_slope = probabilities(s, lse_log2, tile, head, 0, buffers.board, slot, softmax_scale, mask, score, SIZES)
     barriers.arrive(Q_FREE + buffer, LOADER_AND_CONSUMERS)
     p16 = gl.convert_layout(p.to(buffers.q.dtype), operand_layout())
     if PARTS > 0:
         dq = warpgroup_mma_wait(0, [dq])
-        if it > 0:
-            store_dq(0, dq, (it - 1) * PARTS, buffers, filled, boxes_in(0, 0, SIZES), SIZES)
+        if has_last:
+            store_dq(0, dq, (it - 1) * PARTS, buffers, signals, boxes_in(0, 0, SIZES), SIZES)
     barriers.sync(P_READ, CONSUMERS)
     buffers.p.store(p_slope.to(buffers.p.dtype))
     barriers.arrive(P_READY, CONSUMERS)
-    mbarrier.wait(filled.do.index(buffer_do), (it // SIZES.stages_do) & 1)
+    mbarrier.wait(signals.do.index(buffer_do), (it // SIZES.stages_do) & 1)
     if PARTS > 1:
         dq = _start_dq(0, 1, (it & 1) ^ 1, zero, buffers, SIZES)
     dv = start_sums(p16, buffers.do, buffer_do * PANELS_V, dv, SIZES.block_m, SIZES.head_dim_v, SIZES.panel)
     if PARTS > 1:
         dq = warpgroup_mma_wait(len(dv), [dq])
-        if it > 0:
-            store_dq(0, dq, (it - 1) * PARTS + 1, buffers, filled, boxes_in(1, 0, SIZES), SIZES)
+        if has_last:
+            store_dq(0, dq, (it - 1) * PARTS + 1, buffers, signals, boxes_in(1, 0, SIZES), SIZES)
     dv = finish(dv, 0)
     barriers.arrive(DO_FREE + buffer_do, LOADER_AND_CONSUMERS)
     return dv
 
 
 @gluon.jit
-def p_consumer(copies, buffers, filled, work, softmax_scale, mask, score, SIZES: gl.constexpr):
+def p_consumer(copies, buffers, signals, softmax_scale, mask, score, SIZES: gl.constexpr):
     """The warpgroup that makes P and dV."""
-    at, total = work.at, work.total
-    dv = zero_sums(SIZES.head_dim_v, False)
-    if total > 0:
-        mbarrier.wait(filled.k.index(0), 0)
-    for it in range(total):
-        dv = _p_tile(it, dv, buffers, filled, softmax_scale, mask, score, SIZES)
-    if total > 0:
-        barriers.sync(DS_READY + ((total - 1) & 1), CONSUMERS)
-        barriers.sync(P_READ, CONSUMERS)  # takes the last arrival
-        _last_dq(0, total, buffers, filled, SIZES)
-    barriers.sync(P_READY, CONSUMERS)  # K and V are free
-    if at.block >= 0:
-        store_sums(copies.dv, dv, 1.0, buffers.v, 0, at, at.block * SIZES.block_n, SIZES.head_dim_v, SIZES)
+    it, number = 0, 0
+    total = read_total(buffers.board, signals, number)
+    while total >= 0:
+        dv = zero_sums(SIZES.head_dim_v, False)
+        mbarrier.wait(signals.k.index(0), number & 1)
+        for i in range(total):
+            dv = _p_tile(
+                it + i, i > 0, number % SLOTS * FIELDS, dv, buffers, signals, softmax_scale, mask, score, SIZES
+            )
+        it += total
+        if total > 0:
+            barriers.sync(DS_READY + ((it - 1) & 1), CONSUMERS)
+            barriers.sync(P_READ, CONSUMERS)  # takes the last arrival
+            _last_dq(0, it - 1, buffers, signals, SIZES)
+        barriers.sync(P_READY, CONSUMERS)  # neither consumer reads K or V any more
+        mbarrier.arrive(signals.k_free.index(0), count=1)
+        mbarrier.wait(signals.v.index(0), number & 1)
+        at = read_place(buffers.board, number)
+        store_sums(copies.dv, dv, 1.0, buffers.v.index(0), at, at.block * SIZES.block_n, SIZES.head_dim_v, SIZES)
+        done(signals, number)
         tma.store_wait(0)
+        mbarrier.arrive(signals.v_free.index(0), count=1)
+        number += 1
+        total = read_total(buffers.board, signals, number)
 
 
 @gluon.jit
-def _ds_tile(it, dk, buffers, filled, SIZES: gl.constexpr):
-    """Make dS of query tile number ``it`` of the walk, hand it on, and add its share to dK (without softmax_scale)."""
+def _ds_tile(it, has_last, dk, buffers, signals, SIZES: gl.constexpr):
+    """Make dS of query tile number ``it``, hand it on, and add its share to dK (without softmax_scale)."""
     PARTS: gl.constexpr = parts(1, SIZES)
     PANELS: gl.constexpr = SIZES.head_dim // SIZES.panel
     PANELS_V: gl.constexpr = SIZES.head_dim_v // SIZES.panel
@@ -134,7 +144,7 @@ def _ds_tile(it, dk, buffers, filled, SIZES: gl.constexpr):
     buffer, buffer_do = it % SIZES.stages, it % SIZES.stages_do
     parity = it & 1
     zero = it >> 24
-    mbarrier.wait(filled.do.index(buffer_do), (it // SIZES.stages_do) & 1)
+    mbarrier.wait(signals.do.index(buffer_do), (it // SIZES.stages_do) & 1)
     dp = start_transposed(buffers.v, zero, buffers.do, buffer_do * PANELS_V, SIZES.block_m, SIZES.head_dim_v,
                           SIZES.panel)  # fmt: skip
     dq = _start_dq(1, 0, parity ^ 1, zero, buffers, SIZES)
@@ -151,38 +161,47 @@ def _ds_tile(it, dk, buffers, filled, SIZES: gl.constexpr):
     barriers.arrive(DS_READY + parity, CONSUMERS)
     gl.thread_barrier()  # of this warpgroup, which reads it too
     dq = warpgroup_mma_wait(0, [dq])
-    if it > 0:
-        store_dq(1, dq, (it - 1) * PARTS, buffers, filled, boxes_in(0, 1, SIZES), SIZES)
-    mbarrier.wait(filled.q.index(buffer), (it // SIZES.stages) & 1)
+    if has_last:
+        store_dq(1, dq, (it - 1) * PARTS, buffers, signals, boxes_in(0, 1, SIZES), SIZES)
+    mbarrier.wait(signals.q.index(buffer), (it // SIZES.stages) & 1)
     if PARTS > 1:
         dq = _start_dq(1, 1, parity ^ 1, zero, buffers, SIZES)
     ds = gl.convert_layout(ds, operand_layout())
     dk = start_sums(ds, buffers.q, buffer * PANELS, dk, SIZES.block_m, SIZES.head_dim, SIZES.panel)
     if PARTS > 1:
         dq = warpgroup_mma_wait(len(dk), [dq])
-        if it > 0:
-            store_dq(1, dq, (it - 1) * PARTS + 1, buffers, filled, boxes_in(1, 1, SIZES), SIZES)
+        if has_last:
+            store_dq(1, dq, (it - 1) * PARTS + 1, buffers, signals, boxes_in(1, 1, SIZES), SIZES)
     dk = finish(dk, 0)
     barriers.arrive(Q_FREE + buffer, LOADER_AND_CONSUMERS)
     return dk
 
 
 @gluon.jit
-def ds_consumer(copies, buffers, filled, work, softmax_scale, SIZES: gl.constexpr):
+def ds_consumer(copies, buffers, signals, softmax_scale, SIZES: gl.constexpr):
     """The warpgroup that makes dS and dK."""
-    at, total = work.at, work.total
-    dk = zero_sums(SIZES.head_dim, False)
-    if total > 0:
-        # The first tile computes a dQ of the tile before it out of whatever there is, and does not store it.
-        barriers.arrive(DS_READY + 1, CONSUMERS)
-        barriers.arrive(P_READ, CONSUMERS)
-        mbarrier.wait(filled.k.index(0), 0)
-        mbarrier.wait(filled.v.index(0), 0)
-    for it in range(total):
-        dk = _ds_tile(it, dk, buffers, filled, SIZES)
-    if total > 0:
-        _last_dq(1, total, buffers, filled, SIZES)
-    barriers.sync(P_READY, CONSUMERS)
-    if at.block >= 0:
-        store_sums(copies.dk, dk, softmax_scale, buffers.k, 0, at, at.block * SIZES.block_n, SIZES.head_dim, SIZES)
+    it, number = 0, 0
+    total = read_total(buffers.board, signals, number)
+    while total >= 0:
+        dk = zero_sums(SIZES.head_dim, False)
+        if total > 0:
+            # The first tile computes a dQ of the tile before it out of whatever there is, and does not store it.
+            barriers.arrive(DS_READY + ((it & 1) ^ 1), CONSUMERS)
+            barriers.arrive(P_READ, CONSUMERS)
+        mbarrier.wait(signals.k.index(0), number & 1)
+        mbarrier.wait(signals.v.index(0), number & 1)
+        for i in range(total):
+            dk = _ds_tile(it + i, i > 0, dk, buffers, signals, SIZES)
+        it += total
+        if total > 0:
+            _last_dq(1, it - 1, buffers, signals, SIZES)
+        barriers.sync(P_READY, CONSUMERS)
+        mbarrier.arrive(signals.v_free.index(0), count=1)
+        at = read_place(buffers.board, number)
+        row = at.block * SIZES.block_n
+        store_sums(copies.dk, dk, softmax_scale, buffers.k.index(0), at, row, SIZES.head_dim, SIZES)
+        done(signals, number)
         tma.store_wait(0)
+        mbarrier.arrive(signals.k_free.index(0), count=1)
+        number += 1
+        total = read_total(buffers.board, signals, number)

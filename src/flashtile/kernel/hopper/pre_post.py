@@ -1,8 +1,8 @@
 """The small kernels before and after the backward pass for Hopper, in portable Triton.
 
-Before: delta and the LSE in log2, in the order that the consumers read, and zeros for the sums of dQ. After: those sums
-out of the order in which the consumers stored them, scaled, in the tensors' dtype. Both own one tile of queries per
-program; every packed sequence begins a tile of its own, so tiles of the sums belong to one sequence alone.
+Before: delta and the LSE in log2, in the order that the consumers read, and whose turn it is to add to dQ. After: the
+sums of dQ out of the order in which the consumers stored them, scaled, in the tensors' dtype. Both own one tile of
+queries per program; every packed sequence begins a tile of its own, so tiles of the sums belong to one sequence alone.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.kernel.hopper.backward_sizes import boxes_in, first_box
+from flashtile.kernel.hopper.backward_sizes import boxes_in, first_box, parts
 from flashtile.kernel.seqlen import place
 from flashtile.kernel.tile import dot_rows, load_rows, lse_to_log2, tile_pointer
+from flashtile.kernel.tile_lists import query_tiles
+from flashtile.seqlen import Where
 
 _BOX = tl.constexpr(64 * 32)  # numbers in a box
+UNTOUCHED = 2**30  # on top of a turn: nobody has stored anything yet
+_UNTOUCHED = tl.constexpr(UNTOUCHED)
+_Where = tl.constexpr(Where)
 
 
 @triton.jit
@@ -26,13 +31,25 @@ def _tile_number(at, packed, num_heads, tiles_per_head, BLOCK_M: tl.constexpr):
     return tile
 
 
+@triton.jit
+def next_block(mask, where, m_block, block, SIZES: tl.constexpr):
+    """Return the first block of keys from ``block`` on that walks over a tile of queries, or the number of blocks."""
+    num_blocks = tl.cdiv(where.seqlen_k, SIZES.block_n)
+    visits = False
+    while (block < num_blocks) & (visits == 0):
+        first, _, _, last = query_tiles(mask, None, where, block, SIZES.block_m, SIZES.block_n)
+        visits = (first <= m_block) & (m_block < last)
+        block += tl.where(visits, 0, 1)
+    return block
+
+
 @triton.jit(do_not_specialize=["lse_stride", "num_heads", "seqlen_q", "seqlen_k", "num_sequences", "tiles_per_head"])
 def before_kernel(
-    do_ptr, o_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, dq_sum_ptr, do_strides, o_strides, lse_stride,
-    num_heads, seqlen_q, seqlen_k, num_sequences, tiles_per_head, packed,
+    do_ptr, o_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, turns_ptr, dq_sum_ptr, do_strides, o_strides, lse_stride,
+    num_heads, seqlen_q, seqlen_k, num_sequences, tiles_per_head, packed, mask,
     HEAD_DIM_V: tl.constexpr, CHUNKS_V: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
-    """Program (m_block, head, sequence) writes ``rowsum(dO * O) - dlse``, the LSE in log2, and zeros.
+    """Program (m_block, head, sequence) writes ``rowsum(dO * O) - dlse``, the LSE in log2, and first turns.
 
     Rows past the end get lse = +inf: exp2(s - inf) is 0, and such queries add nothing to dK and dV.
     """
@@ -41,10 +58,15 @@ def before_kernel(
     if at.block < 0:
         return
     tile = _tile_number(at, packed, num_heads, tiles_per_head, BLOCK_M)
-    zeros = tl.zeros([SIZES.block_m * 32], tl.float32)
-    for i in tl.static_range(SIZES.head_dim // 32):
-        start = tile * (BLOCK_M * SIZES.head_dim) + i * (BLOCK_M * 32)
-        tl.store(dq_sum_ptr + start + tl.arange(0, BLOCK_M * 32), zeros)
+    turn = tile * 0
+    if SIZES.zeroed:
+        for i in tl.static_range(SIZES.head_dim // 32):
+            start = tile * (BLOCK_M * SIZES.head_dim) + i * (BLOCK_M * 32)
+            tl.store(dq_sum_ptr + start + tl.arange(0, BLOCK_M * 32), tl.zeros([BLOCK_M * 32], tl.float32))
+    if SIZES.in_turn:
+        where = _Where(at.sequence, at.head, at.seqlen_q, at.seqlen_k)
+        turn += next_block(mask, where, at.block, at.block * 0, SIZES) + _UNTOUCHED
+    tl.store(turns_ptr + 2 * tile + tl.arange(0, 2), turn.to(tl.int32))
     rows = tl.arange(0, BLOCK_M)
     start_m = at.block * BLOCK_M
     start, end = at.q_start + start_m, at.q_start + at.seqlen_q
@@ -65,7 +87,8 @@ def before_kernel(
 
 @triton.jit(do_not_specialize=["num_heads", "seqlen_q", "seqlen_k", "num_sequences", "tiles_per_head"])
 def after_kernel(
-    dq_sum_ptr, dq_ptr, dq_strides, softmax_scale, num_heads, seqlen_q, seqlen_k, num_sequences, tiles_per_head, packed,
+    dq_sum_ptr, turns_ptr, dq_ptr, dq_strides, softmax_scale,
+    num_heads, seqlen_q, seqlen_k, num_sequences, tiles_per_head, packed,
     HEAD_DIM: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
     """Program (m_block, head, sequence) writes dQ of its rows."""
@@ -73,23 +96,32 @@ def after_kernel(
     at = place(seqlen_q, seqlen_k, num_sequences, packed, num_heads, BLOCK_M, False)
     if at.block < 0:
         return
-    box = _tile_number(at, packed, num_heads, tiles_per_head, BLOCK_M) * (BLOCK_M * SIZES.head_dim // _BOX)
+    tile = _tile_number(at, packed, num_heads, tiles_per_head, BLOCK_M)
+    sum_ptr = dq_sum_ptr + tile * (BLOCK_M * SIZES.head_dim)
     start_m = at.block * BLOCK_M
     dq_ptr = tile_pointer(dq_ptr, dq_strides, at.batch, at.head, at.q_start + start_m)
     for consumer in tl.static_range(2):
-        for part in tl.static_range(2):
-            if boxes_in(part, consumer, SIZES) > 0:
-                _store_part(dq_sum_ptr + box * _BOX, dq_ptr, dq_strides, softmax_scale, at.seqlen_q - start_m,
-                            consumer, part, HEAD_DIM, SIZES)  # fmt: skip
+        turn = tl.load(turns_ptr + 2 * tile + consumer)
+        touched = turn < _UNTOUCHED if SIZES.in_turn else turn != 0
+        if SIZES.zeroed:
+            touched = turn == 0
+        for part in tl.static_range(parts(consumer, SIZES)):
+            _store_part(sum_ptr, touched, dq_ptr, dq_strides, softmax_scale, at.seqlen_q - start_m, consumer, part,
+                        HEAD_DIM, SIZES)  # fmt: skip
 
 
 @triton.jit
-def _store_part(sum_ptr, dq_ptr, dq_strides, softmax_scale, rows_left, CONSUMER: tl.constexpr, PART: tl.constexpr,
-                HEAD_DIM: tl.constexpr, SIZES: tl.constexpr):  # fmt: skip
-    """Write what a consumer stored at a time: ``store_dq`` in ``backward_parts.py`` says in which order."""
+def _store_part(sum_ptr, touched, dq_ptr, dq_strides, softmax_scale, rows_left, CONSUMER: tl.constexpr,
+                PART: tl.constexpr, HEAD_DIM: tl.constexpr, SIZES: tl.constexpr):  # fmt: skip
+    """Write what a consumer stored at a time: ``store_dq`` in ``backward_parts.py`` says in which order.
+
+    Queries that no program has visited have a gradient of 0, and their sums were never written.
+    """
     BOXES: tl.constexpr = boxes_in(PART, CONSUMER, SIZES)
     FIRST: tl.constexpr = first_box(CONSUMER, SIZES) + PART * SIZES.dq_kept
-    x = tl.load(sum_ptr + FIRST * _BOX + tl.arange(0, _BOX * BOXES)) * softmax_scale
+    x = tl.zeros([_BOX * BOXES], tl.float32)
+    if touched:
+        x = tl.load(sum_ptr + FIRST * _BOX + tl.arange(0, _BOX * BOXES)) * softmax_scale
     x = x.to(dq_ptr.dtype.element_ty).reshape([4 * BOXES, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
     x = x.reshape([64, 32 * BOXES])
     rows, cols = tl.arange(0, 64), tl.arange(0, 32 * BOXES)
