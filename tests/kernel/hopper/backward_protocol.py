@@ -5,6 +5,11 @@ computed is left out. ``run`` lets the roles take steps in random order, copies 
 where a buffer does not hold what a role reads, where arrivals are left over, or where nobody can go on.
 """
 
+# Pyright takes device functions for Python: it knows neither what the compiler passes nor constants' attributes.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+# pyright: reportOperatorIssue=false
+
 from __future__ import annotations
 
 import random

@@ -1,4 +1,4 @@
-"""These kernels are written in the Gluon of one Triton: with another one dispatch refuses them, and nothing compiles."""
+"""These kernels are written in the Gluon of one Triton; with another one dispatch refuses them, nothing compiles."""
 
 import importlib.util
 

@@ -12,6 +12,11 @@ to run (dK and dV are), unless programs take turns.
 Source: Shah et al., FlashAttention-3 (2024); the portable version is in ``flash_attention_backward.py``.
 """
 
+# Pyright takes device functions for Python: it knows neither what the compiler passes nor constants' attributes.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+# pyright: reportOperatorIssue=false
+
 from __future__ import annotations
 
 import dataclasses

@@ -6,6 +6,11 @@ of its rows where the tile has 128. It does so one tile late: while the tensor c
 exponentials of tile i are taken, and the consumers need not keep in step.
 """
 
+# Pyright takes device functions for Python: it knows neither what the compiler passes nor constants' attributes.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+# pyright: reportOperatorIssue=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -7,6 +7,11 @@ All rows are copied in panels of ``panel`` columns, the widest that the copy eng
 memory, several panels are one operand of a matrix product.
 """
 
+# Pyright takes device functions for Python: it knows neither what the compiler passes nor constants' attributes.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+# pyright: reportOperatorIssue=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

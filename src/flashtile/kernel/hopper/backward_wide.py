@@ -6,6 +6,11 @@ its product with the derivative may be anything, and goes in the tensors' dtype)
 computed one tile late, 64 at a time.
 """
 
+# Pyright takes device functions for Python: it knows neither what the compiler passes nor constants' attributes.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+# pyright: reportOperatorIssue=false
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -5,6 +5,10 @@ sums of dQ out of the order in which the consumers stored them, scaled, in the t
 queries per program; every packed sequence begins a tile of its own, so tiles of the sums belong to one sequence alone.
 """
 
+# Pyright takes device functions for Python: it knows neither what the compiler passes nor constants' attributes.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import triton
