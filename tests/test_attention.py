@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flashtile import flash_attention
+from flashtile.dispatch import Problem, select
 from tests.reference import Case, Result, assert_result_accurate, cases, plain, reference
 
 # (device, backend): the tests' environment sends CPU tensors to Triton's interpreter, so PyTorch is asked for by name.
@@ -502,7 +503,9 @@ def test_memory_is_linear_in_the_length():
     small, large = peak_memory(8192), peak_memory(16384)
     assert large <= 2.2 * small
     one_tensor = 4 * 16384 * 64 * HALF.itemsize
-    assert large <= 6 * one_tensor  # o, dq, dk, dv, lse and delta; the matrix of logits alone would be 256 of them
+    # o, dq, dk, dv, lse and delta, and on Hopper dq once more in fp32; the matrix of logits alone would be 256 of them.
+    q = torch.empty(1, 4, 16384, 64, device="cuda", dtype=HALF)
+    assert large <= (8 if select(Problem.of(q, q, q)).backward == "hopper" else 6) * one_tensor
 
 
 @pytest.mark.gpu

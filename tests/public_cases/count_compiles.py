@@ -1,13 +1,15 @@
 """How many kernels Triton would compile as lengths and options change, on a GPU that is not there.
 
-As a program, with a GPU's name and a head_dim: prints, in JSON, how many there are after each of 30 lengths, for every
-kind of problem. A process of its own, because one that has Triton's interpreter switched on cannot ask.
+As a program, with a GPU's name, a head_dim and a backend: prints, in JSON, how many there are after each of 30 lengths,
+for every kind of problem. A process of its own, because one that has Triton's interpreter switched on cannot ask.
 """
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from triton._C.libtriton import native_specialize_impl
@@ -16,8 +18,7 @@ from triton.compiler import make_backend
 from flashtile import mask, score
 from flashtile.dropout import Dropout
 from flashtile.kernel import launcher
-from flashtile.kernel.flash_attention_backward import backward
-from flashtile.kernel.flash_attention_triton import forward
+from flashtile.kernel.backend import load
 from flashtile.seqlen import Seqlens
 from tests.kernel.offline import launches, target_of
 
@@ -45,38 +46,48 @@ def _packed(n: int) -> Seqlens:
     return Seqlens(cu_seqlens, cu_seqlens)
 
 
-def kernels(arch: str, n: int, head_dim: int, options: dict) -> set[str]:
+def kernels(arch: str, n: int, head_dim: int, backend: str, options: dict) -> set[str]:
     """Return the kernels, each with all that its code depends on, of a forward and a backward pass at length ``n``."""
     q, k, v, o, do = (torch.empty(1, 2, n, head_dim, dtype=torch.bfloat16) for _ in range(5))
     lse = torch.empty(1, 2, n)
     rules: dict[str, Any] = {"softmax_scale": n**-0.5, "mask": mask.full(), **options}
     forward_only: dict[str, Any] = {"sinks": torch.zeros(2)} if "dropout" in options else {}
 
-    def call():
-        forward(q, k, v, **rules, **forward_only)
-        backward(do, q, k, v, o, lse, None, **rules)
+    passes = load(backend)
 
-    backend = type(make_backend(target_of(arch)))
+    def call():
+        passes.forward(q, k, v, **rules, **forward_only)
+        passes.backward(do, q, k, v, o, lse, None, **rules)
+
+    compiler = type(make_backend(target_of(arch)))
     found = set()
     for fn, args, constants, config in launches(arch, call):
         special = [
-            native_specialize_impl(backend, launcher._as_triton(arg), False, not param.do_not_specialize, True)
+            native_specialize_impl(compiler, launcher._as_triton(arg), False, not param.do_not_specialize, True)
             for param, arg in zip(fn.params, args, strict=False)
         ]
         found.add(f"{fn.__name__} {special} {constants} {config}")
     return found
 
 
-def counts(arch: str, head_dim: int, options: Options) -> list[int]:
+def counts(arch: str, head_dim: int, backend: str, options: Options) -> list[int]:
     """Return how many kernels there are after each length."""
     known: set[str] = set()
     totals = []
     for n in LENGTHS:
-        known |= kernels(arch, n, head_dim, options(n))
+        known |= kernels(arch, n, head_dim, backend, options(n))
         totals.append(len(known))
     return totals
 
 
 if __name__ == "__main__":
-    arch, head_dim = sys.argv[1], int(sys.argv[2])
-    print(json.dumps({name: counts(arch, head_dim, options) for name, options in EVERY.items()}))
+    arch, head_dim, backend = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    every = {name: options for name, options in EVERY.items() if backend == "triton" or "dropout" not in name}
+    with contextlib.ExitStack() as stack:
+        if backend == "hopper":  # what asks for a GPU
+            from flashtile.kernel.hopper import schedule
+
+            counter = torch.zeros(1, dtype=torch.int32)
+            stack.enter_context(mock.patch.object(schedule, "counter_of", return_value=counter))
+            stack.enter_context(mock.patch.object(schedule, "multiprocessors", return_value=132))
+        print(json.dumps({name: counts(arch, head_dim, backend, options) for name, options in every.items()}))
