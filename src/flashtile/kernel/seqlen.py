@@ -74,6 +74,29 @@ def sequence_of(tile, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def packed_place(tile, num_tiles, seqlen_q, seqlen_k, num_sequences, packed, num_heads, BLOCK: tl.constexpr,
+                 OF_KEYS: tl.constexpr):  # fmt: skip
+    """Return the Place of tile number ``tile`` out of ``num_tiles`` over packed sequences; see ``place``.
+
+    ``seqlen_q`` and ``seqlen_k`` are the tensors' lengths. The rows after the last sequence count as one more, that has
+    no keys (no queries if OF_KEYS): so they get the results of empty rows.
+    """
+    tiles_per_head = num_tiles // num_heads
+    cu_seqlens = packed.cu_seqlens_k if OF_KEYS else packed.cu_seqlens_q
+    low, block = sequence_of(tile % tiles_per_head, cu_seqlens, num_sequences + 1, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
+    q_start, k_start = tl.load(packed.cu_seqlens_q + low), tl.load(packed.cu_seqlens_k + low)
+    length_q = q_start * 0 if OF_KEYS else seqlen_q - q_start
+    length_k = seqlen_k - k_start if OF_KEYS else k_start * 0
+    if low < num_sequences:
+        length_q = sequence_length(packed.cu_seqlens_q, packed.seqused_q, low)
+        length_k = sequence_length(packed.cu_seqlens_k, packed.seqused_k, low)
+    num_blocks = tl.cdiv(length_k if OF_KEYS else length_q, BLOCK)
+    block = tl.where(block < num_blocks, block if OF_KEYS else num_blocks - 1 - block, -1)
+    scratch_start = (q_start // 4 + low) * 4
+    return _Place(low * 0, low, tile // tiles_per_head, block, q_start, k_start, length_q, length_k, scratch_start)
+
+
+@triton.jit
 def place(seqlen_q, seqlen_k, num_sequences, packed, num_heads, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
     """Return this program's Place; blocks are of keys if OF_KEYS, else of queries.
 
@@ -88,24 +111,8 @@ def place(seqlen_q, seqlen_k, num_sequences, packed, num_heads, BLOCK: tl.conste
         batch = program // num_blocks // num_heads
         return _Place(batch, batch, (program // num_blocks) % num_heads, block, 0, 0, seqlen_q, seqlen_k, 0)
     else:
-        num_tiles = tl.num_programs(0) // num_heads
-        cu_seqlens = packed.cu_seqlens_k if OF_KEYS else packed.cu_seqlens_q
-        total = seqlen_k if OF_KEYS else seqlen_q
-        # The rows after the last sequence count as one more, that has no keys (no queries if OF_KEYS): so they get the
-        # results of empty rows.
-        low, block = sequence_of(program % num_tiles, cu_seqlens, num_sequences + 1, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
-        if low < num_sequences:
-            length_q = sequence_length(packed.cu_seqlens_q, packed.seqused_q, low)
-            length_k = sequence_length(packed.cu_seqlens_k, packed.seqused_k, low)
-        else:
-            after = total - tl.load(cu_seqlens + low)
-            length_q = 0 if OF_KEYS else after
-            length_k = after if OF_KEYS else 0
-        num_blocks = tl.cdiv(length_k if OF_KEYS else length_q, BLOCK)
-        block = tl.where(block < num_blocks, block if OF_KEYS else num_blocks - 1 - block, -1)
-        q_start, k_start = tl.load(packed.cu_seqlens_q + low), tl.load(packed.cu_seqlens_k + low)
-        scratch_start = (q_start // 4 + low) * 4
-        return _Place(low * 0, low, program // num_tiles, block, q_start, k_start, length_q, length_k, scratch_start)
+        programs = tl.num_programs(0)
+        return packed_place(program, programs, seqlen_q, seqlen_k, num_sequences, packed, num_heads, BLOCK, OF_KEYS)
 
 
 def scratch_length(seqlens: Seqlens | None, total: int) -> int:

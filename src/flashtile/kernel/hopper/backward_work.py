@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashtile.kernel.seqlen import Place, sequence_length, sequence_of
+from flashtile.kernel.seqlen import Place, packed_place
 from flashtile.kernel.tile_lists import query_tiles
 from flashtile.seqlen import Where
 
@@ -65,17 +65,8 @@ def key_block(work, problem, packed, BLOCK_N: gl.constexpr):
         batch = head // num_heads
         return _Place(batch, batch, head % num_heads, rest // heads, 0, 0, problem.seqlen_q, problem.seqlen_k, 0)
     else:
-        tiles_per_head = problem.num_works // num_heads
-        cu_seqlens = packed.cu_seqlens_k
-        # The rows after the last sequence count as one more, that has no queries.
-        sequence, block = sequence_of(work % tiles_per_head, cu_seqlens, problem.num_sequences + 1, BLOCK_N)
-        q_start, k_start = gl.load(packed.cu_seqlens_q + sequence), gl.load(cu_seqlens + sequence)
-        seqlen_q, seqlen_k = q_start * 0, problem.seqlen_k - k_start
-        if sequence < problem.num_sequences:
-            seqlen_q = sequence_length(packed.cu_seqlens_q, packed.seqused_q, sequence)
-            seqlen_k = sequence_length(cu_seqlens, packed.seqused_k, sequence)
-        block = gl.where(block < gl.cdiv(seqlen_k, BLOCK_N), block, -1)
-        return _Place(sequence * 0, sequence, work // tiles_per_head, block, q_start, k_start, seqlen_q, seqlen_k, 0)
+        return packed_place(work, problem.num_works, problem.seqlen_q, problem.seqlen_k, problem.num_sequences, packed,
+                            num_heads, BLOCK_N, True)  # fmt: skip
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashtile.kernel.hopper.barriers import uniform
-from flashtile.kernel.seqlen import Place, sequence_length, sequence_of
+from flashtile.kernel.seqlen import Place, packed_place
 
 SECTION_BYTES = 32 * 2**20
 
@@ -39,17 +39,7 @@ def place(tile, num_tiles, section, seqlen_q, seqlen_k, num_sequences, packed, n
         batch = head // num_heads
         return _Place(batch, batch, head % num_heads, block, 0, 0, seqlen_q, seqlen_k, 0)
     else:
-        # As seqlen.place: the rows after the last sequence count as one more, that has no keys.
-        tiles_per_head = num_tiles // num_heads
-        low, block = sequence_of(tile % tiles_per_head, packed.cu_seqlens_q, num_sequences + 1, BLOCK)
-        q_start, k_start = gl.load(packed.cu_seqlens_q + low), gl.load(packed.cu_seqlens_k + low)
-        length_q, length_k = seqlen_q - q_start, seqlen_k * 0
-        if low < num_sequences:
-            length_q = sequence_length(packed.cu_seqlens_q, packed.seqused_q, low)
-            length_k = sequence_length(packed.cu_seqlens_k, packed.seqused_k, low)
-        num_blocks = gl.cdiv(length_q, BLOCK)
-        block = gl.where(block < num_blocks, num_blocks - 1 - block, -1)
-        return _Place(low * 0, low, tile // tiles_per_head, block, q_start, k_start, length_q, length_k, 0)
+        return packed_place(tile, num_tiles, seqlen_q, seqlen_k, num_sequences, packed, num_heads, BLOCK, False)
 
 
 @gluon.jit
