@@ -24,10 +24,6 @@ FORWARD = {"triton": ("forward",), "hopper": ("hopper_forward",)}
 BACKWARD = {"triton": ("backward_dq", "backward_dkdv"), "hopper": ("hopper_backward",)}
 
 
-# What a request can ask for beyond what every backend has.
-ASKS = ("dropout", "max_logits", "packed sequences", "deterministic gradients")
-
-
 class Problem(NamedTuple):
     """All that decides which kernel serves a request; a tuple, because it is built and hashed on every eager call."""
 
@@ -42,7 +38,7 @@ class Problem(NamedTuple):
     head_dim: int
     head_dim_v: int
     is_causal: bool
-    asks: tuple[str, ...] = ()  # what not every backend has: names among ASKS
+    asks: tuple[str, ...] = ()  # what not every backend has: see hopper.UNSERVED
     copied_in_blocks: bool = True  # whether the copy engine of sm_90 can read q, k and v where they lie
     options: str = ""  # mask, score and the rest in words: every backend serves them all
 

@@ -37,8 +37,7 @@ class Rules(NamedTuple):
 
     def asks(self) -> tuple[str, ...]:
         """Return what not every backend has, as ``dispatch.Problem`` names it."""
-        asked = ("dropout",) if self.dropout is not None else ()
-        return (*asked, "packed sequences") if self.seqlens is not None else asked
+        return ("dropout",) if self.dropout is not None else ()
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of a pass."""

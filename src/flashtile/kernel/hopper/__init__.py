@@ -17,11 +17,11 @@ TRITON = "3.6"
 # What each pass leaves to the portable kernels, and why.
 UNSERVED = {
     "forward": {
-        "dropout": "has no registers left for the random numbers of dropout",
+        "dropout": "has no dropout",
         "max_logits": "does not return the largest logits",
     },
     "backward": {
-        "dropout": "has no registers left for the random numbers of dropout",
+        "dropout": "has no dropout",
         "deterministic gradients": "adds to dq in the order in which programs finish",
     },
 }

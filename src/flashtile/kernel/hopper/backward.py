@@ -187,7 +187,7 @@ def backward(
     every run, because programs add to it in turn. Raises NotImplementedError for dropout.
     """
     if dropout is not None:
-        raise NotImplementedError("the backward pass for Hopper has no registers left for dropout's random numbers")
+        raise NotImplementedError("the backward pass for Hopper has no dropout; backend='triton' has")
     score = for_scale(score, softmax_scale)
     batch, num_heads_q, seqlen_q, head_dim = q.shape
     num_heads_kv, seqlen_k, head_dim_v = v.shape[1:]

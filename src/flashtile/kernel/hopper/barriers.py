@@ -1,7 +1,7 @@
 """Named barriers of the hardware, for warp roles that wait for one another.
 
 An mbarrier's arrive costs a barrier over the whole warpgroup in Gluon 3.6 (one elected thread arrives for all); a named
-barrier is one instruction, and 2 to 6 % of the forward pass were gained by it. Sixteen exist per program. Triton uses
+barrier is one instruction; a study of the forward pass gained 2 to 6 % by it. Sixteen exist per program. Triton uses
 0 for the kernel's first warps, 1 for handing out roles, and one per further role from 2 on.
 """
 

@@ -8,8 +8,7 @@ softmax of tile i while the tensor cores work for the other consumers (they take
 
 The loop runs on across the ends of query tiles: at the first key tile of the next one, P V of the last key tile of this
 one is in flight as ever, and its rows are written when it is done. So the tensor cores find work at the ends too, and
-the loop is the only copy of its code. (A copy each for first, masked, full and last tiles made 150 KB of code, more
-than the instruction cache holds.)
+the loop is the only copy of its code. (A study had a copy each for first, masked, full and last tiles: 150 KB.)
 
 Source: Shah et al., FlashAttention-3 (2024). The portable version is in ``flash_attention_triton.py``.
 """
