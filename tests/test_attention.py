@@ -147,9 +147,14 @@ def test_strides_change_nothing(layout, dtype, device, backend):
     q, do = (make(2, 4, 33, 16, device=device, dtype=dtype) for _ in range(2))
     k, v = (make(2, 2, 65, 16, device=device, dtype=dtype) for _ in range(2))
     got = with_gradients(q, k, v, do, is_causal=True, backend=backend)
-    want = with_gradients(*(t.contiguous() for t in (q, k, v, do)), is_causal=True, backend=backend)
+    dense = [t.contiguous() for t in (q, k, v, do)]
+    want = with_gradients(*dense, is_causal=True, backend=backend)
+    same_kernel = select(Problem.of(q, k, v)).backend == select(Problem.of(*dense[:3])).backend
     for name, ours, theirs in zip(Result._fields, got, want, strict=True):
-        assert torch.equal(ours, theirs), name
+        if same_kernel:
+            assert torch.equal(ours, theirs), name
+        else:  # the copy engine of sm_90 cannot read the one, but can the other
+            torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2, msg=name)
 
 
 @everywhere

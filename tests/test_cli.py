@@ -111,7 +111,7 @@ class TestExplain:
     def test_a_gpu_that_is_not_here(self, capsys):
         assert run("explain", "--device", "sm_90", "--heads", 32, "--heads-kv", 8, "--head-dim", 128, "--causal") == 0
         out = capsys.readouterr().out
-        assert "served by     triton" in out
+        assert "served by     hopper" in out
         assert "q (1, 32, 1024, 128), k (1, 8, 1024, 128), v (1, 8, 1024, 128), bfloat16 on sm_90, causal" in out
 
     def test_cpu(self, cpu_path, capsys):

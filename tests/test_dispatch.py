@@ -1,5 +1,6 @@
 """Which backend serves what, and what explain() says about it."""
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -84,8 +85,9 @@ def test_gpu_tensors_go_to_triton_with_the_table_s_configurations(plain_cpu, arc
 
 @needs_triton
 def test_hopper_gpus_have_kernels_of_their_own(plain_cpu):
-    assert "taken only when asked for" in select(H200).rejected["hopper"]
-    plan = select(H200, "hopper")
+    plan = select(H200)
+    assert plan == dataclasses.replace(select(H200, "hopper"), reason=plan.reason, rejected=plan.rejected)
+    assert "compute capability 9.0" in plan.reason
     assert (plan.backend, plan.backward) == ("hopper", "hopper")
     assert set(plan.launch) == {"hopper_forward", "hopper_backward"}
     for kernel, config in plan.launch.items():
@@ -255,7 +257,7 @@ def test_on_this_gpu():
     q = torch.empty(2, 4, 64, 128, device="cuda", dtype=torch.bfloat16)
     arch = launch.arch_of(q.device)
     plan = select(Problem.of(q, q, q))
-    assert plan.backend == "triton"
+    assert plan.backend == plan.backward == ("hopper" if arch == "sm_90" else "triton")
     assert arch in explain(q, q, q)
 
 

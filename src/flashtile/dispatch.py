@@ -16,8 +16,6 @@ from flashtile.kernel import backend as backends
 from flashtile.kernel import check, hopper, launch
 from flashtile.kernel.layout import as_4d, copied_in_blocks
 
-# Backends that are taken only when asked for, and why.
-ON_REQUEST = {"hopper": "is taken only when asked for, until all GPU tests have passed with it"}
 _GPU_TYPES = ("cuda", "xpu")  # ROCm devices are called "cuda" too
 # The kernels of each backend's passes, as the launch table calls them.
 FORWARD = {"triton": ("forward",), "hopper": ("hopper_forward",)}
@@ -124,15 +122,15 @@ def _refusal(name: str, problem: Problem) -> tuple[type[Exception], str] | None:
 def select(problem: Problem, backend: str | None = None) -> Plan:
     """Return the plan for ``problem``: the backend asked for, or else the fastest that can serve it.
 
-    GPU tensors are served by Triton, on request ("hopper") by kernels in its Gluon for sm_90; CPU tensors by PyTorch,
-    or by Triton's interpreter when TRITON_INTERPRET=1.
+    GPU tensors are served by kernels in Triton, on sm_90 where they can by kernels in its Gluon ("hopper"); CPU tensors
+    by PyTorch, or by Triton's interpreter when TRITON_INTERPRET=1.
 
     Raises ValueError, TypeError or ModuleNotFoundError that says what is missing, if none (or the one asked for) can.
     """
     if backend is not None and backend not in backends.NAMES:
         raise ValueError(f"backend is {backend!r}, but wants None or one of {', '.join(map(repr, backends.NAMES))}")
     refusals = {name: _refusal(name, problem) for name in backends.NAMES}
-    able = [name for name, refusal in refusals.items() if refusal is None and name not in ON_REQUEST]
+    able = [name for name, refusal in refusals.items() if refusal is None]
     if backend is not None and (refusal := refusals[backend]):
         raise refusal[0](f"backend {backend!r} {refusal[1]}; asked for {problem}")
     if not able:
@@ -143,7 +141,7 @@ def select(problem: Problem, backend: str | None = None) -> Plan:
     reason = "asked for" if backend else _why(chosen, problem)
     preferred = f"{chosen!r} was {'asked for' if backend else 'preferred'}"
     rejected = {
-        name: refusal[1] if refusal else f"could serve this too, but {ON_REQUEST.get(name, preferred)}"
+        name: refusal[1] if refusal else f"could serve this too, but {preferred}"
         for name, refusal in refusals.items()
         if name != chosen
     }

@@ -62,9 +62,14 @@ def keep_mask(seed: Tensor, where: Where, q_idx: Any, k_idx: Any, p: float) -> T
     ``seed`` holds one int64; the fields of ``where`` and the indices are ints or integer tensors.
     """
     device = seed.device
-    counter = (torch.as_tensor(x, device=device).long() & WORD for x in (k_idx, q_idx, where.head, where.batch))
+    counter = (_tensor(x, device).long() & WORD for x in (k_idx, q_idx, where.head, where.batch))
     key = seed.reshape(())
     return philox((key & WORD, (key >> 32) & WORD), tuple(counter))[0] >= threshold(p)
+
+
+def _tensor(x: Tensor | int, device: torch.device) -> Tensor:
+    """Return a tensor on ``device``, without a copy from the host, which a CUDA graph could not capture."""
+    return x if isinstance(x, Tensor) else torch.full((), x, dtype=torch.int64, device=device)
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

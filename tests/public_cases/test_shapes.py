@@ -111,4 +111,8 @@ def test_b22_rows_times_their_stride_past_32_bits(batch):
     for entry in (0, batch - 1):
         alone = run(*(t[entry : entry + 1].contiguous() for t in (q, k, v, do)))
         for name, ours, theirs in zip(got._fields, got, alone, strict=True):
-            assert torch.equal(ours[entry : entry + 1], theirs), name
+            ours = ours[entry : entry + 1]
+            if name == "dq":  # may be summed in another order
+                torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-2)
+            else:
+                assert torch.equal(ours, theirs), name

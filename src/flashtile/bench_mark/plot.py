@@ -24,7 +24,7 @@ from flashtile.bench_mark.result import Result, Row, cell, markdown_table
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 NOTHING = "No result file has been committed yet.\n"
 COLOURS = {
-    "flashtile": "#d55e00", "flashtile_triton": "#e9a15f", "flashtile_hopper": "#9c3d00", "fa3": "#0072b2",
+    "flashtile": "#d55e00", "flashtile_triton": "#e9a15f", "fa3": "#0072b2",
     "cudnn": "#56b4e9", "fa2": "#7f8c8d", "flex": "#cc79a7",
     "efficient": "#b8a23a", "sdpa": "#009e73", "naive": "#c9ccd1", "naive_compiled": "#a3a9b3",
     "dense_compiled": "#8a90a0", "mock": "#e8c39e", "flash": "#d55e00",

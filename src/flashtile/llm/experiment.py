@@ -1,21 +1,21 @@
 """The same training run under several attention settings: do they learn alike, and how fast are they?
 
-`python -m flashtile.llm.experiment OUT_DIR [--compile] [SETTING ...]` compares them on GPT-2 124M, in bf16 on a GPU;
-the settings are flash, naive and sdpa unless some are named.
+`python -m flashtile.llm.experiment OUT_DIR [SETTING ...]` compares them on GPT-2 124M, in bf16 on a GPU; `--help` has
+the rest.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -130,6 +130,16 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 if __name__ == "__main__":
     model, training = PRESETS["gpt2-124m"]
-    training = replace(training, compile="--compile" in sys.argv[2:])
-    named: Any = [word for word in sys.argv[2:] if not word.startswith("-")]
-    compare_attention(named or ["flash", "naive", "sdpa"], model, training, sys.argv[1])
+    parser = argparse.ArgumentParser(
+        prog="python -m flashtile.llm.experiment",
+        description="Train GPT-2 124M once per attention setting, from the same weights on the same batches.",
+        epilog="example: python -m flashtile.llm.experiment runs/compare flash naive --steps 100",
+    )
+    parser.add_argument("out_dir", help="gets comparison.json, its plot and a folder per run")
+    parser.add_argument("settings", nargs="*", default=["flash", "naive", "sdpa"], metavar="SETTING",
+                        help=f"{', '.join(get_args(Attention))}; default flash naive sdpa")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=training.steps, help="training steps (default %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    options = parser.parse_args()
+    training = replace(training, compile=options.compile, steps=options.steps)
+    compare_attention(options.settings, model, training, options.out_dir)
