@@ -1,5 +1,6 @@
 """The command line: help, errors, exit statuses, and each command once for real."""
 
+import json
 import os
 import signal
 import subprocess
@@ -165,6 +166,16 @@ def test_presets_are_those_of_the_llm():
 def test_benchmarks_are_there(kind, capsys):
     assert exit_status("bench", kind, "--help") == 0
     assert f"usage: flashtile bench {kind}" in capsys.readouterr().out
+
+
+def test_compare(cpu_path, corpus, tmp_path, capsys):
+    """Two settings on two cores, from the same weights: the same losses, to rounding."""
+    out = tmp_path / "compared"
+    assert run("compare", "flash", "naive", "--preset", "demo", "--steps", 2, "--data", corpus, "--out-dir", out) == 0
+    result = json.loads((out / "comparison.json").read_text())
+    assert set(result["runs"]) == {"flash", "naive"}
+    assert result["runs"]["naive"]["max_loss_difference"] < 1e-3
+    assert "tokens/s" in capsys.readouterr().out
 
 
 def test_train_resume_generate(cpu_path, corpus, tmp_path, capsys):

@@ -117,14 +117,14 @@ def test_what_the_hopper_kernels_leave_to_the_portable_ones(plain_cpu, changes, 
 
 
 @needs_triton
-def test_deterministic_gradients_take_the_portable_backward_pass(plain_cpu):
+def test_deterministic_gradients_of_wide_heads_take_the_portable_backward_pass(plain_cpu):
     request_ = H200._replace(asks=("deterministic gradients",))
-    plan = select(request_, "hopper")
+    assert (select(request_).backend, select(request_).backward) == ("hopper", "hopper")
+    request_ = request_._replace(head_dim=192)
+    plan = select(request_)
     assert (plan.backend, plan.backward) == ("hopper", "triton")
     assert set(plan.launch) == {"hopper_forward", "backward_dq", "backward_dkdv"}
-    assert "backward by   triton: hopper adds to dq in the order in which programs finish" in explain(
-        request_, backend="hopper"
-    )
+    assert "backward by   triton: hopper has deterministic gradients up to head_dim 128" in explain(request_)
 
 
 @needs_triton

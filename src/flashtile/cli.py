@@ -160,6 +160,44 @@ def generate(
     print()
 
 
+def compare(
+    settings: tyro.conf.Positional[tuple[Literal["flash", "flash_triton", "naive", "sdpa"], ...]] = (
+        "flash",
+        "naive",
+        "sdpa",
+    ),
+    /,
+    out_dir: Path = Path("runs/compare"),
+    preset: Literal["demo", "gpt2-124m"] = "gpt2-124m",
+    steps: int | None = None,
+    data: Path | None = None,
+    compile: bool = False,
+) -> None:
+    """Train one model per attention setting, from the same weights on the same batches, and compare loss and speed.
+
+    Examples:
+      flashtile compare                                     (GPT-2 124M; wants a GPU)
+      flashtile compare flash naive --preset demo --steps 50
+
+    Args:
+        settings: Who computes attention: flashtile, its portable GPU kernels, the readable dense module, torch.
+        out_dir: Gets comparison.json, its plot, and a folder per run.
+        preset: Model and training configuration.
+        steps: Optimizer steps; None means the preset's.
+        data: Text file or folder to learn; None means the Python standard library's sources.
+        compile: Run the models through torch.compile.
+    """
+    _share_the_cores()
+    from dataclasses import replace
+
+    from flashtile.llm.config import PRESETS
+    from flashtile.llm.experiment import compare_attention
+
+    model, training = PRESETS[preset]
+    training = replace(training, compile=compile, steps=training.steps if steps is None else steps)
+    compare_attention(settings, model, training, out_dir, data=data)
+
+
 def explain(
     batch: int = 1,
     heads: int = 8,
@@ -265,6 +303,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "demo": demo,
     "train": train,
     "generate": generate,
+    "compare": compare,
     "bench": bench,
     "explain": explain,
     "doctor": doctor,

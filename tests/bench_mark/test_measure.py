@@ -36,6 +36,31 @@ def test_flops_of_modes():
         assert measure.attention_flops(full, mode) == 2 * measure.attention_flops(causal, mode)
 
 
+@pytest.mark.parametrize("window", [1, 5, 32, 40])
+def test_flops_of_a_window_are_those_of_its_visible_pairs(window):
+    behind = torch.arange(32)[:, None] - torch.arange(32)
+    pairs = int(((behind >= 0) & (behind < window)).sum())
+    windowed = case(causal=True, window=window)
+    assert measure.attention_flops(windowed, "forward") == measure.attention_flops(case(), "forward") * pairs / 32**2
+    assert measure.attention_bytes(windowed, "forward") == measure.attention_bytes(case(), "forward")
+
+
+def test_grouped_heads_cost_less_memory_and_no_less_work():
+    grouped, tensor, row = case(heads=6, heads_kv=2), 2 * 32 * 8 * 4, 2 * 6 * 32 * 4
+    assert (grouped.group, grouped.shape_kv) == (3, (2, 2, 32, 8))
+    assert measure.attention_flops(grouped, "both") == measure.attention_flops(case(heads=6), "both")
+    assert measure.attention_bytes(grouped, "forward") == (6 + 2 + 2 + 6) * tensor + row
+    assert measure.attention_bytes(grouped, "deterministic") == (4 * 6 + 4 * 2) * tensor + row
+
+
+def test_a_case_says_what_it_is():
+    assert str(case(heads=6, heads_kv=2, causal=True, window=4)) == "fp32 b2 h6/2 s32 d8 window 4"
+    with pytest.raises(ValueError, match="no multiple of heads_kv, 2"):
+        case(heads_kv=2)
+    with pytest.raises(ValueError, match="causal is False"):
+        case(window=4)
+
+
 def test_bytes_are_those_of_the_tensors():
     tensor, row = 2 * 3 * 32 * 8 * 4, 2 * 3 * 32 * 4
     assert measure.attention_bytes(case(), "forward") == 4 * tensor + row

@@ -2,6 +2,8 @@
 
     python -m flashtile.bench_mark.bench_mark_flash_attention                         small sweep on whatever is here
     python -m flashtile.bench_mark.bench_mark_flash_attention --preset performance24 --seconds 240
+    python -m flashtile.bench_mark.bench_mark_flash_attention --preset serving
+    python -m flashtile.bench_mark.bench_mark_flash_attention --preset performance24 --modes backward deterministic
     python -m flashtile.bench_mark.bench_mark_flash_attention --head-dim 64 128 --seq-len 1024 4096 --causal yes \\
         --providers flashtile fa2 flex --modes forward both
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +24,12 @@ from rich.console import Console
 
 from flashtile.bench_mark import measure, progress
 from flashtile.bench_mark.compile_ahead import compile_ahead
-from flashtile.bench_mark.correctness import Gate, Verdict
-from flashtile.bench_mark.measure import Case, Clock, Timed, Timing, attempt
+from flashtile.bench_mark.correctness import Gate, Verdict, varying
+from flashtile.bench_mark.measure import DETERMINISTIC, Case, Clock, Timed, Timing, attempt
 from flashtile.bench_mark.providers import OURS, Inputs, Prepared, Provider, fresh_compiler, select
 from flashtile.bench_mark.result import Result, Row, cell, geometric_mean
 
-Mode = Literal["forward", "backward", "both"]
+Mode = Literal["forward", "backward", "both", "deterministic"]
 FA2_GOAL = {"geometric mean": 1.15, "lowest": 0.95}
 _PERFORMANCE24: dict[str, Any] = {
     "head_dim": (64, 128, 256),
@@ -35,17 +37,29 @@ _PERFORMANCE24: dict[str, Any] = {
     "tokens": 16384,
     "width": 2048,
 }
-_GPU_PROVIDERS = ("flashtile", "flashtile_hopper", "fa2", "cudnn", "fa3")
-_COLUMNS = ("provider", "mode", "dtype", "batch", "heads", "seqlen", "head_dim", "causal", "ms", "spread", "tflops",
-            "peak_mib", "vs_fa2", "vs_best_peer", "error", "status")  # fmt: skip
+_SERVING = (
+    Case("bf16", 2, 32, 8192, 128, True, heads_kv=8),  # LLaMA-3-8B
+    Case("bf16", 1, 32, 16384, 128, True),
+    Case("bf16", 1, 32, 32768, 128, True, window=4096),
+    Case("bf16", 1, 32, 32768, 128, True, heads_kv=8, window=4096),
+    Case("bf16", 1, 32, 131072, 128, True),
+)
+_SHAPES = ("dtype", "head_dim", "seq_len", "batch_size", "heads", "heads_kv", "window", "tokens", "width", "causal")
+_GPU_PROVIDERS = ("flashtile", "flashtile_triton", "fa2", "cudnn", "fa3")
+# A ratio, and which of its values is the worst.
+_RATIOS = {"vs_fa2": "lowest", "vs_best_peer": "lowest", "times_backward": "largest", "error_vs_fa3": "largest",
+           "relative_error_vs_fa3": "largest"}  # fmt: skip
+_COLUMNS = ("provider", "mode", "dtype", "batch", "heads", "heads_kv", "seqlen", "head_dim", "causal", "window", "ms",
+            "spread", "tflops", "peak_mib", "vs_fa2", "vs_best_peer", "times_backward", "error", "status")  # fmt: skip
 
 
 @dataclass
 class Options:
     """Measure attention: correctness first, then milliseconds, TFLOP/s, peak memory, and ratios to the peers."""
 
-    preset: Literal["none", "performance24"] = "none"
-    """performance24: bf16, head_dim 64 128 256, causal or not, seqlen 512 to 16384, 16384 tokens, width 2048."""
+    preset: Literal["none", "performance24", "serving"] = "none"
+    """performance24: bf16, head_dim 64 128 256, causal or not, seqlen 512 to 16384, 16384 tokens, width 2048.
+    serving: bf16, forward, 32 heads of 128: grouped heads, a window, 131072 tokens; the shapes are fixed."""
     dtype: tuple[Literal["fp16", "bf16", "fp32", "fp64"], ...] = ()
     """Data types; default bf16 on a GPU, fp32 on a CPU."""
     head_dim: tuple[int, ...] = ()
@@ -56,14 +70,21 @@ class Options:
     """Batch sizes; default tokens / seqlen."""
     heads: int | None = None
     """Number of heads; default width / head_dim."""
+    heads_kv: int | None = None
+    """Number of heads of k and v; default as many as of q."""
+    window: int = 0
+    """How many keys a query sees, up to its own position, which makes every shape causal; 0: no window."""
     tokens: int | None = None
     """batch x seqlen where no batch size is given; default 16384 on a GPU, 512 on a CPU."""
     width: int | None = None
     """heads x head_dim where no number of heads is given; default 2048 on a GPU, 128 on a CPU."""
     causal: Literal["both", "yes", "no"] = "both"
     """Causal mask, full, or both."""
-    modes: tuple[Mode, ...] = ("forward", "backward")
-    """Passes to time; "both" is forward and backward in one."""
+    modes: tuple[Mode, ...] = ()
+    """Passes to time; default forward backward, forward for the preset serving. "both" is forward and backward in one,
+    "deterministic" the backward pass with gradients that are the same bit for bit in every run."""
+    inputs: Literal["normal", "heavy"] = "normal"
+    """Random normal inputs; heavy: four channels of them, the same of q, k and v, times 100."""
     providers: tuple[str, ...] = ()
     """Who is measured; default flashtile fa2 cudnn fa3 on a GPU, flashtile sdpa naive mock on a CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -84,6 +105,10 @@ class Options:
 
 def cases(options: Options, device: torch.device) -> list[Case]:
     """Return the shapes that the options ask for, short ones first so that a time limit costs the fewest."""
+    if options.preset == "serving":
+        if given := [name for name in _SHAPES if getattr(options, name) != getattr(Options, name)]:
+            raise ValueError(f"the shapes of the preset serving are fixed, but {', '.join(given)} is given")
+        return list(_SERVING)
     gpu = device.type == "cuda"
     preset = _PERFORMANCE24 if options.preset == "performance24" else {}
     tokens = options.tokens or preset.get("tokens") or (16384 if gpu else 512)
@@ -91,15 +116,16 @@ def cases(options: Options, device: torch.device) -> list[Case]:
     dtypes: Sequence[str] = options.dtype or ("bf16" if gpu or preset else "fp32",)
     seq_lens = options.seq_len or preset.get("seq_len") or ((512, 2048, 8192) if gpu else (128, 512))
     head_dims = options.head_dim or preset.get("head_dim") or ((64, 128) if gpu else (64,))
-    masks = {"both": (False, True), "yes": (True,), "no": (False,)}[options.causal]
+    masks = {"both": (True,) if options.window else (False, True), "yes": (True,), "no": (False,)}[options.causal]
     return [
-        Case(dtype, batch, options.heads or max(1, width // head_dim), seqlen, head_dim, causal)
+        Case(dtype, batch, options.heads or max(1, width // head_dim), seqlen, head_dim, causal,
+             options.heads_kv or 0, options.window)
         for dtype in dtypes
         for seqlen in seq_lens
         for head_dim in head_dims
         for causal in masks
         for batch in options.batch_size or (max(1, tokens // seqlen),)
-    ]
+    ]  # fmt: skip
 
 
 def default_providers(device: torch.device) -> tuple[str, ...]:
@@ -116,30 +142,36 @@ class Bench:
     modes: Sequence[str]
     matmul_tflops: float | None = None
     memory: bool = True
+    heavy: bool = False
 
     def run(self, case: Case) -> list[Row]:
         """Return a row for every provider and mode."""
         rows = {(p.name, mode): _row(p, case, mode) for mode in self.modes for p in self.providers}
         fresh_compiler()
-        inputs = Inputs.random(case, self.device)
-        gate, reason = attempt(lambda: Gate(case, inputs))
+        inputs = Inputs.random(case, self.device, heavy=self.heavy)
+        backward = any(mode != "forward" for mode in self.modes)
+        gate, reason = attempt(lambda: Gate(case, inputs, backward=backward))
         if gate is None:
             for row in rows.values():
                 row.update(status="failed", reason=f"the reference failed: {reason}")
             return list(rows.values())
-        ready: dict[str, Prepared] = {}
+        ready: dict[tuple[str, str], Prepared] = {}
         for provider in self.providers:
-            self._admit(provider, case, inputs, gate, rows, ready)
+            for deterministic in (False, True):
+                modes = [mode for mode in self.modes if (mode == DETERMINISTIC) is deterministic]
+                self._admit(provider, modes, case, inputs, gate, rows, ready)
         for mode in self.modes:
             self._time(mode, case, rows, ready)
         done = list(rows.values())
         add_ratios(done)
         return done
 
-    def _admit(self, provider: Provider, case: Case, inputs: Inputs, gate: Gate, rows: dict, ready: dict) -> None:
+    def _admit(
+        self, provider: Provider, modes: Sequence[str], case: Case, inputs: Inputs, gate: Gate, rows: dict, ready: dict
+    ) -> None:
         """Check one provider; it enters ``ready`` if it is right, else its rows say why it is not timed."""
         wanted = []
-        for mode in self.modes:
+        for mode in modes:
             if reason := provider.unsupported(case, self.device, mode):
                 rows[provider.name, mode].update(status="unsupported", reason=reason)
             else:
@@ -149,8 +181,13 @@ class Bench:
         backward = any(mode != "forward" for mode in wanted)
 
         def check() -> tuple[Prepared, Verdict]:
-            prepared = Prepared(provider, case, inputs)
-            return prepared, gate.judge(prepared, backward)
+            if DETERMINISTIC not in wanted:
+                prepared = Prepared(provider, case, inputs)
+                return prepared, gate.judge(prepared, backward)
+            prepared = Prepared(provider.with_deterministic_gradients(), case, inputs)
+            verdict = gate.judge(prepared, backward)
+            verdict.reason = verdict.reason or varying(prepared)
+            return prepared, verdict
 
         checked, reason = attempt(check)
         for mode in wanted:
@@ -167,14 +204,14 @@ class Bench:
             if verdict.reason:
                 row.update(status="wrong", reason=verdict.reason)
             else:
-                ready[provider.name] = prepared
+                ready[provider.name, mode] = prepared
 
-    def _time(self, mode: str, case: Case, rows: dict, ready: dict[str, Prepared]) -> None:
+    def _time(self, mode: str, case: Case, rows: dict, ready: dict[tuple[str, str], Prepared]) -> None:
         calls: dict[str, Timed] = {}
-        for name, prepared in ready.items():
-            row = rows[name, mode]
-            if row["status"] != "pending":
+        for (name, its_mode), prepared in ready.items():
+            if its_mode != mode:
                 continue
+            row = rows[name, mode]
             timed, reason = attempt(lambda prepared=prepared: prepared.timed(mode))
             if timed is None:
                 row.update(status="failed", reason=reason)
@@ -186,7 +223,7 @@ class Bench:
         for name, timing in timings.items():
             self._fill(rows[name, mode], case, mode, timing)
             if self.memory:
-                self._measure_memory(rows[name, mode], case, mode, ready[name].provider, calls[name])
+                self._measure_memory(rows[name, mode], case, mode, ready[name, mode].provider, calls[name])
 
     def _fill(self, row: Row, case: Case, mode: str, timing: Timing) -> None:
         seconds = timing.median_ms * 1e-3
@@ -214,15 +251,28 @@ class Bench:
 
 
 def _row(provider: Provider, case: Case, mode: str) -> Row:
-    return {"provider": provider.name, "mode": mode, **asdict(case), "status": "pending", "reason": ""}
+    shape = asdict(case) | {"heads_kv": case.shape_kv[1]}
+    return {"provider": provider.name, "mode": mode, **shape, "status": "pending", "reason": ""}
 
 
 def add_ratios(rows: Iterable[Row]) -> None:
-    """Add to the rows of one case how much faster each is than FA2 and than the fastest other implementation."""
+    """Add ratios to the rows of one case.
+
+    How much faster each is than FA2 and than the fastest other implementation, how many times its plain backward pass
+    the deterministic one takes, and how many times the error of FA3 its own is, timed or not, where neither is zero.
+    """
     by_mode: dict[str, list[Row]] = {}
+    rows = list(rows)
+    found = {(row["provider"], row["mode"]): row for row in rows}
     for row in rows:
         if row["status"] == "ok":
             by_mode.setdefault(row["mode"], []).append(row)
+        fa3, plain = found.get(("fa3", row["mode"]), {}), found.get((row["provider"], "backward"), {})
+        for error in ("error", "relative_error"):
+            if row is not fa3 and row.get(error) and fa3.get(error):
+                row[f"{error}_vs_fa3"] = row[error] / fa3[error]
+        if row["mode"] == DETERMINISTIC and "ms" in row and "ms" in plain:
+            row["times_backward"] = row["ms"] / plain["ms"]
     for group in by_mode.values():
         ms = {row["provider"]: row["ms"] for row in group}
         for row in group:
@@ -235,7 +285,7 @@ def add_ratios(rows: Iterable[Row]) -> None:
 
 
 def summary_of(rows: Sequence[Row]) -> dict:
-    """Return, per mode, each provider's geometric means and lowest ratios over the shapes where it was measured."""
+    """Return, per mode, each provider's geometric means and worst ratios over the shapes where it was measured."""
     found: dict = {}
     for mode in dict.fromkeys(row["mode"] for row in rows):
         for name in dict.fromkeys(row["provider"] for row in rows):
@@ -244,10 +294,11 @@ def summary_of(rows: Sequence[Row]) -> dict:
             entry: dict[str, Any] = {"shapes": len(mine), "measured": len(good)}
             if good:
                 entry["tflops"] = geometric_mean(row["tflops"] for row in good)
-            for ratio in ("vs_fa2", "vs_best_peer"):
-                values = [row[ratio] for row in good if ratio in row]
+            for ratio, worst in _RATIOS.items():
+                values = [row[ratio] for row in mine if ratio in row]
                 if values:
-                    entry[ratio], entry[f"{ratio}_lowest"] = geometric_mean(values), min(values)
+                    entry[ratio] = geometric_mean(values)
+                    entry[f"{ratio}_{worst}"] = min(values) if worst == "lowest" else max(values)
             found.setdefault(mode, {})[name] = entry
     return found
 
@@ -259,6 +310,7 @@ def run(options: Options, console: Console | None = None) -> Result:
     device = progress.device_of(options.device)
     providers = select(options.providers or default_providers(device))
     todo = cases(options, device)
+    modes = options.modes or (("forward",) if options.preset == "serving" else ("forward", "backward"))
     result = Result.start("flash_attention", device, asdict(options), options.commit)
     clock = Clock(device, options.passes, options.ms_per_pass)
     if device.type == "cuda":
@@ -266,15 +318,17 @@ def run(options: Options, console: Console | None = None) -> Result:
             "matmul_bf16_tflops": measure.matmul_tflops(clock),
             "copy_gb_per_s": measure.copy_gb_per_s(clock),
         }
-        backward = any(mode != "forward" for mode in options.modes)
+        backward = any(mode != "forward" for mode in modes)
         if ours := [p.name for p in providers if p.name.startswith("flashtile")]:
-            compile_ahead(todo, ours, backward, console)
-    bench = Bench(device, clock, providers, options.modes, result.ceilings.get("matmul_bf16_tflops"), options.memory)
+            alike = [replace(case, heads_kv=0) for case in todo]  # numbers of heads compile nothing new
+            compile_ahead(alike, ours, backward, console)
+    ceiling = result.ceilings.get("matmul_bf16_tflops")
+    bench = Bench(device, clock, providers, modes, ceiling, options.memory, options.inputs == "heavy")
     with progress.saving(result, options.out, console, columns=_COLUMNS), progress.bar(console) as bar:
         task = bar.add_task("shapes", total=len(todo))
         for case in todo:
             if time.monotonic() - started > options.seconds:
-                rows = [_row(p, case, mode) for mode in options.modes for p in providers]
+                rows = [_row(p, case, mode) for mode in modes for p in providers]
                 for row in rows:
                     row.update(status="skipped", reason=f"the time limit of {options.seconds:g} s was over")
                 result.rows += rows
@@ -312,21 +366,20 @@ def print_summary(result: Result, console: Console) -> None:
     """Print geometric means, and the goals they are held against."""
     for mode, providers in result.summary.items():
         for name, entry in providers.items():
-            if "tflops" not in entry:
-                console.print(f"{mode:9} {name:15} not measured", highlight=False)
-                continue
-            text = (
-                f"{mode:9} {name:15} {entry['measured']}/{entry['shapes']} shapes  {cell(entry['tflops']):>7} TFLOP/s"
-            )
-            for ratio in ("vs_fa2", "vs_best_peer"):
+            text = f"{mode:13} {name:16} "
+            if "tflops" in entry:
+                text += f"{entry['measured']}/{entry['shapes']} shapes  {cell(entry['tflops']):>7} TFLOP/s"
+            else:
+                text += "not measured"
+            for ratio, worst in _RATIOS.items():
                 if ratio in entry:
-                    text += f"  {ratio} {entry[ratio]:.3f} (lowest {entry[f'{ratio}_lowest']:.3f})"
+                    text += f"  {ratio} {entry[ratio]:.3f} ({worst} {entry[f'{ratio}_{worst}']:.3f})"
             console.print(text, highlight=False, soft_wrap=True)
         ours = providers.get("flashtile", {})
         if "vs_fa2" in ours:
             met = ours["vs_fa2"] >= FA2_GOAL["geometric mean"] and ours["vs_fa2_lowest"] >= FA2_GOAL["lowest"]
             goal = " and ".join(f"{name} {value}" for name, value in FA2_GOAL.items())
-            console.print(f"{mode:9} goal against FA2 ({goal}): {'met' if met else 'not met'}", highlight=False)
+            console.print(f"{mode:13} goal against FA2 ({goal}): {'met' if met else 'not met'}", highlight=False)
 
 
 def main(args: Sequence[str] | None = None) -> Result:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import random
 import re
@@ -22,14 +23,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-MODES = ("forward", "backward", "both")
+DETERMINISTIC = "deterministic"  # the backward pass with gradients that are the same bit for bit in every run
+MODES = ("forward", "backward", "both", DETERMINISTIC)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _FORWARD_MATMULS, _BACKWARD_MATMULS = 2, 5  # q k^T, p v; and q k^T again, p^T do, do v^T, ds k, ds^T q
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape to be measured: self-attention on ``(batch, heads, seqlen, head_dim)``."""
+    """One shape to be measured: self-attention on ``(batch, heads, seqlen, head_dim)``.
+
+    k and v have ``heads_kv`` heads (0: as many as q). With a window a query sees that many keys up to its own position.
+    """
 
     dtype: str
     batch: int
@@ -37,6 +42,19 @@ class Case:
     seqlen: int
     head_dim: int
     causal: bool
+    heads_kv: int = 0
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.heads_kv and self.heads % self.heads_kv:
+            raise ValueError(f"heads is {self.heads}, which is no multiple of heads_kv, {self.heads_kv}")
+        if self.window and not self.causal:
+            raise ValueError(f"a window of {self.window} keys is causal, but causal is False")
+
+    @property
+    def group(self) -> int:
+        """How many heads of q share one of k and v."""
+        return self.heads // (self.heads_kv or self.heads)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -46,13 +64,28 @@ class Case:
     def shape(self) -> tuple[int, int, int, int]:
         return self.batch, self.heads, self.seqlen, self.head_dim
 
+    @property
+    def shape_kv(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads // self.group, self.seqlen, self.head_dim
+
+    @property
+    def visible_pairs(self) -> float:
+        """Pairs of a query and a key that it sees, per head: all, half of them when causal, with a window exactly."""
+        if self.window:
+            window = min(self.window, self.seqlen)
+            return window * self.seqlen - window * (window - 1) / 2  # the first rows see fewer
+        return self.seqlen**2 * (0.5 if self.causal else 1.0)
+
     def __str__(self) -> str:
-        mask = "causal" if self.causal else "full"
-        return f"{self.dtype} b{self.batch} h{self.heads} s{self.seqlen} d{self.head_dim} {mask}"
+        mask = f"window {self.window}" if self.window else "causal" if self.causal else "full"
+        heads = f"h{self.heads}" + (f"/{self.heads_kv}" if self.group > 1 else "")
+        return f"{self.dtype} b{self.batch} {heads} s{self.seqlen} d{self.head_dim} {mask}"
 
 
 def attention_flops(case: Case, mode: str) -> float:
     """Count floating-point operations: forward ``4 b h s s d``, halved when causal; backward 2.5 times that.
+
+    With a window ``s s`` is the number of visible pairs.
 
     Only matrix products count, two operations per multiply-add; the backward pass recomputes ``q k^T`` and so has five
     products to the forward pass's two. This is the convention of the FlashAttention papers.
@@ -61,18 +94,18 @@ def attention_flops(case: Case, mode: str) -> float:
         "forward": _FORWARD_MATMULS,
         "backward": _BACKWARD_MATMULS,
         "both": _FORWARD_MATMULS + _BACKWARD_MATMULS,
+        DETERMINISTIC: _BACKWARD_MATMULS,
     }[mode]
-    product = 2.0 * case.batch * case.heads * case.seqlen**2 * case.head_dim
-    return matmuls * product * (0.5 if case.causal else 1.0)
+    return matmuls * 2.0 * case.batch * case.heads * case.visible_pairs * case.head_dim
 
 
 def attention_bytes(case: Case, mode: str) -> int:
     """Count the fewest bytes of device memory to be moved: every input read once, every output written once."""
-    tensor = case.batch * case.heads * case.seqlen * case.head_dim * case.torch_dtype.itemsize
+    q, kv = (math.prod(shape) * case.torch_dtype.itemsize for shape in (case.shape, case.shape_kv))
     lse = 4 * case.batch * case.heads * case.seqlen
-    forward = 4 * tensor + lse  # q, k, v -> o, lse
-    backward = 8 * tensor + lse  # q, k, v, o, do, lse -> dq, dk, dv
-    return {"forward": forward, "backward": backward, "both": forward + backward}[mode]
+    forward = 2 * q + 2 * kv + lse  # q, k, v -> o, lse
+    backward = 4 * q + 4 * kv + lse  # q, k, v, o, do, lse -> dq, dk, dv
+    return {"forward": forward, "backward": backward, "both": forward + backward, DETERMINISTIC: backward}[mode]
 
 
 def attention_extra_bytes(case: Case, mode: str) -> int:
@@ -82,7 +115,7 @@ def attention_extra_bytes(case: Case, mode: str) -> int:
     """
     row = 4 * case.batch * case.heads * case.seqlen
     output = case.batch * case.heads * case.seqlen * case.head_dim * case.torch_dtype.itemsize
-    return {"forward": row, "backward": row, "both": output + 2 * row}[mode]
+    return {"forward": row, "backward": row, "both": output + 2 * row, DETERMINISTIC: row}[mode]
 
 
 class Timing(NamedTuple):

@@ -29,7 +29,7 @@ COLOURS = {
     "efficient": "#b8a23a", "sdpa": "#009e73", "naive": "#c9ccd1", "naive_compiled": "#a3a9b3",
     "dense_compiled": "#8a90a0", "mock": "#e8c39e", "flash": "#d55e00",
 }  # fmt: skip
-_SHAPE = ("dtype", "head_dim", "causal", "seqlen", "batch", "heads")
+_SHAPE = ("dtype", "head_dim", "causal", "seqlen", "batch", "heads", "heads_kv", "window")
 _INK, _GRID = "#2f3437", "#e3e6e8"
 
 
@@ -47,7 +47,7 @@ class Options:
 
 def shape_of(row: Row) -> tuple:
     """Return what identifies a row's shape."""
-    return tuple(row[name] for name in _SHAPE)
+    return tuple(row.get(name, 0) for name in _SHAPE)  # older files lack the last two
 
 
 def providers_of(rows: Sequence[Row]) -> list[str]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashtile.bench_mark.measure import Case, Timed
+from flashtile.bench_mark.measure import DETERMINISTIC, Case, Timed
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _LONGEST_MOCK = 2048  # the reference walks over tiles in Python; beyond this one call takes seconds
+_HEAVY_CHANNELS, _HEAVY_FACTOR = 4, 100.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class Provider:
     devices: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     backward: bool = True
+    deterministic: Mapping[str, Any] | None = None  # what to replace for deterministic gradients; None: it has none
+    grouped_heads: bool = True  # fewer heads of k and v than of q
+    windows: bool = True
     head_dim_multiple: int = 1
     head_dim_max: int | None = None
     capability_min: tuple[int, int] | None = None
@@ -56,6 +60,12 @@ class Provider:
             return f"takes {', '.join(self.dtypes)} only"
         if mode != "forward" and not self.backward:
             return "forward only"
+        if mode == DETERMINISTIC and self.deterministic is None:
+            return "no deterministic backward pass"
+        if case.group > 1 and not self.grouped_heads:
+            return "needs as many heads of k and v as of q"
+        if case.window and not self.windows:
+            return "no sliding window"
         if case.head_dim % self.head_dim_multiple:
             return f"head_dim must be a multiple of {self.head_dim_multiple}"
         if self.head_dim_max and case.head_dim > self.head_dim_max:
@@ -68,6 +78,10 @@ class Provider:
         if needed and needed > (available := available_bytes(device)):
             return f"needs about {needed / 2**30:.0f} GiB for score matrices, {available / 2**30:.0f} GiB are free"
         return None
+
+    def with_deterministic_gradients(self) -> Provider:
+        """Return this provider with what it needs for gradients that are the same bit for bit in every run."""
+        return replace(self, **(self.deterministic or {}))
 
 
 def _matrix_bytes(case: Case) -> int:
@@ -88,7 +102,10 @@ def available_bytes(device: torch.device) -> int:
 
 @dataclass
 class Inputs:
-    """Random normal q, k, v and the output's gradient, all ``(batch, heads, seqlen, head_dim)``."""
+    """Random normal q, k, v and the output's gradient, all ``(batch, heads, seqlen, head_dim)``.
+
+    Heavy-tailed ones have a few channels, the same of q, k and v, that are 100 times as large.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -96,10 +113,17 @@ class Inputs:
     do: torch.Tensor
 
     @classmethod
-    def random(cls, case: Case, device: torch.device, seed: int = 0) -> Inputs:
+    def random(cls, case: Case, device: torch.device, seed: int = 0, heavy: bool = False) -> Inputs:
         generator = torch.Generator(device).manual_seed(seed)
-        make = lambda: torch.randn(case.shape, generator=generator, device=device, dtype=case.torch_dtype)  # noqa: E731
-        return cls(make(), make(), make(), make())
+        q, k, v, do = (
+            torch.randn(shape, generator=generator, device=device, dtype=case.torch_dtype)
+            for shape in (case.shape, case.shape_kv, case.shape_kv, case.shape)
+        )
+        if heavy:
+            channels = torch.randperm(case.head_dim, generator=generator, device=device)[:_HEAVY_CHANNELS]
+            for t in (q, k, v):
+                t[..., channels] *= _HEAVY_FACTOR
+        return cls(q, k, v, do)
 
 
 class Prepared:
@@ -128,7 +152,7 @@ class Prepared:
             yield
 
     def timed(self, mode: str) -> Timed:
-        """Return what the clock calls; for "backward" this runs the forward pass once."""
+        """Return what the clock calls; for a backward pass this runs the forward pass once."""
         if mode == "forward":
             return Timed(lambda: self.attention(*self.qkv), self._forward_context)
         if mode == "both":
@@ -154,11 +178,19 @@ class Prepared:
         return found
 
 
-def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Attention as the formula says it, with the whole score matrix: ``softmax(q k^T / sqrt(d)) v``."""
+def naive_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int = 0, first: int = 0
+) -> torch.Tensor:
+    """Attention as the formula says it, with the whole score matrix: ``softmax(q k^T / sqrt(d)) v``.
+
+    The first row of q is at the position ``first``.
+    """
     s = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
     if causal:
-        hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
+        every = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device)
+        hidden = every.triu(first + 1)
+        if window:
+            hidden |= every.tril(first - window)
         s = s.masked_fill(hidden, float("-inf"))
     return torch.softmax(s, dim=-1) @ v
 
@@ -171,12 +203,12 @@ def fresh_compiler() -> None:
 
 
 def _naive(case: Case) -> Attention:
-    return lambda q, k, v: naive_attention(q, k, v, case.causal)
+    return lambda q, k, v: naive_attention(q, k, v, case.causal, case.window)
 
 
 def _naive_compiled(case: Case) -> Attention:
     compiled = torch.compile(naive_attention, dynamic=False, fullgraph=True)
-    return lambda q, k, v: compiled(q, k, v, case.causal)
+    return lambda q, k, v: compiled(q, k, v, case.causal, case.window)
 
 
 def _mock(case: Case) -> Attention:
@@ -211,25 +243,34 @@ def _dense_compiled(case: Case) -> Attention:
     return lambda q, k, v: _DenseCompiled.apply(q, k, v, case.causal)  # pyright: ignore[reportReturnType]
 
 
-def _flashtile(backend: str | None) -> Callable[[Case], Attention]:
+def _flashtile(backend: str | None, deterministic: bool = False) -> Callable[[Case], Attention]:
     def build(case: Case) -> Attention:
+        from flashtile import mask
         from flashtile.attention import flash_attention
 
         attention: Any = flash_attention
-        return lambda q, k, v: attention(q, k, v, is_causal=case.causal, backend=backend)
+        options: dict[str, Any] = {"backend": backend, "deterministic": deterministic}
+        if case.window:
+            options["mask"] = mask.window(case.window - 1, 0)
+        else:
+            options["is_causal"] = case.causal
+        return lambda q, k, v: attention(q, k, v, **options)
 
     return build
 
 
 def _sdpa(case: Case) -> Attention:
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+    options: dict[str, Any] = {"is_causal": case.causal, "enable_gqa": case.group > 1}
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def _fa3(case: Case) -> Attention:
     import fa3_fwd_interface  # pyright: ignore[reportMissingImports]
 
+    window = (case.window - 1, 0) if case.window else (-1, -1)
+
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        o = fa3_fwd_interface.flash_attn_func(q, k, v, causal=case.causal)
+        o = fa3_fwd_interface.flash_attn_func(q, k, v, causal=case.causal, window_size=window)
         return o[0] if isinstance(o, tuple) else o
 
     return attention
@@ -246,14 +287,20 @@ def _flex(case: Case) -> Attention:
         nonlocal block_mask
         if case.causal and block_mask is None:
             device = str(q.device)
-            block_mask = create_block_mask(_flex_causal, None, None, case.seqlen, case.seqlen, device=device)
-        return compiled(q, k, v, block_mask=block_mask)
+            block_mask = create_block_mask(_flex_mask(case.window), None, None, case.seqlen, case.seqlen, device=device)
+        return compiled(q, k, v, block_mask=block_mask, enable_gqa=case.group > 1)
 
     return attention
 
 
-def _flex_causal(b, h, q_idx, k_idx):
-    return q_idx >= k_idx
+def _flex_mask(window: int) -> Callable[..., torch.Tensor]:
+    def causal(b, h, q_idx, k_idx):
+        return q_idx >= k_idx
+
+    def windowed(b, h, q_idx, k_idx):
+        return (q_idx >= k_idx) & (q_idx - k_idx < window)
+
+    return windowed if window else causal
 
 
 @contextlib.contextmanager
@@ -268,35 +315,62 @@ def _backend(backend: SDPBackend) -> Callable[[], contextlib.AbstractContextMana
     return lambda: sdpa_kernel([backend])
 
 
+def _deterministic(backend: SDPBackend) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def context():
+        with sdpa_kernel([backend]), deterministic_algorithms():
+            yield
+
+    return {"context": context}
+
+
+@contextlib.contextmanager
+def deterministic_algorithms():
+    """Turn on PyTorch's deterministic mode without its filling of fresh memory, which would be timed too."""
+    memory: Any = torch.utils.deterministic
+    mode, fill = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    try:
+        torch.use_deterministic_algorithms(True)
+        memory.fill_uninitialized_memory = False
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        memory.fill_uninitialized_memory = fill
+
+
 _HALF = ("fp16", "bf16")
 _GPU = ("cuda",)
 
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
-        Provider("flashtile", "flashtile", _flashtile(None), head_dim_max=256),
-        Provider("flashtile_triton", "flashtile, portable", _flashtile("triton"), devices=_GPU, head_dim_max=256),
-        Provider("flashtile_hopper", "flashtile, Hopper", _flashtile("hopper"), devices=_GPU, dtypes=_HALF,
-                 head_dim_max=256, head_dim_multiple=8, capability_min=(9, 0)),
-        Provider("fa2", "FlashAttention-2 (torch)", _sdpa, devices=_GPU, dtypes=_HALF, head_dim_max=256,
-                 context=_backend(SDPBackend.FLASH_ATTENTION)),
-        Provider("cudnn", "cuDNN (torch)", _sdpa, devices=_GPU, dtypes=_HALF, head_dim_multiple=8,
-                 context=_backend(SDPBackend.CUDNN_ATTENTION)),
+        Provider("flashtile", "flashtile", _flashtile(None), head_dim_max=256,
+                 deterministic={"build": _flashtile(None, deterministic=True)}),
+        Provider("flashtile_triton", "flashtile, portable", _flashtile("triton"), devices=_GPU, head_dim_max=256,
+                 deterministic={"build": _flashtile("triton", deterministic=True)}),
+        Provider("fa2", "FlashAttention-2 (torch)", _sdpa, devices=_GPU, dtypes=_HALF, head_dim_max=256, windows=False,
+                 context=_backend(SDPBackend.FLASH_ATTENTION),
+                 deterministic=_deterministic(SDPBackend.FLASH_ATTENTION)),
+        Provider("cudnn", "cuDNN (torch)", _sdpa, devices=_GPU, dtypes=_HALF, head_dim_multiple=8, windows=False,
+                 context=_backend(SDPBackend.CUDNN_ATTENTION),
+                 deterministic=_deterministic(SDPBackend.CUDNN_ATTENTION)),
         Provider("fa3", "FlashAttention-3 (fa3-fwd)", _fa3, layout="bshd", devices=_GPU, dtypes=_HALF, backward=False,
                  head_dim_multiple=8, head_dim_max=256, capability_min=(9, 0), requires=("fa3_fwd_interface",)),
         Provider("flex", "FlexAttention (torch.compile)", _flex, devices=_GPU, dtypes=(*_HALF, "fp32"), compiled=True,
                  context=_flex_fused_only),
-        Provider("efficient", "memory-efficient (torch)", _sdpa, devices=_GPU, dtypes=(*_HALF, "fp32"),
-                 context=_backend(SDPBackend.EFFICIENT_ATTENTION)),
-        Provider("sdpa", "torch SDPA, its own choice", _sdpa),
-        Provider("naive", "plain PyTorch", _naive, matrices=3),
-        Provider("naive_compiled", "plain PyTorch, compiled", _naive_compiled, matrices=3, compiled=True),
-        Provider("dense_compiled", "dense reference, compiled", _dense_compiled, matrices=6, compiled=True),
-        Provider("mock", "the readable reference", _mock, longest=_LONGEST_MOCK),
+        Provider("efficient", "memory-efficient (torch)", _sdpa, devices=_GPU, dtypes=(*_HALF, "fp32"), windows=False,
+                 grouped_heads=False, context=_backend(SDPBackend.EFFICIENT_ATTENTION)),
+        Provider("sdpa", "torch SDPA, its own choice", _sdpa, windows=False),
+        Provider("naive", "plain PyTorch", _naive, matrices=3, grouped_heads=False),
+        Provider("naive_compiled", "plain PyTorch, compiled", _naive_compiled, matrices=3, compiled=True,
+                 grouped_heads=False),
+        Provider("dense_compiled", "dense reference, compiled", _dense_compiled, matrices=6, compiled=True,
+                 grouped_heads=False, windows=False),
+        Provider("mock", "the readable reference", _mock, longest=_LONGEST_MOCK, windows=False),
     )
 }  # fmt: skip
 
-OURS = ("flashtile", "flashtile_triton", "flashtile_hopper", "mock", "dense_compiled")
+OURS = ("flashtile", "flashtile_triton", "mock", "dense_compiled")
 
 
 def select(names: tuple[str, ...]) -> list[Provider]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flashtile import mask
-from flashtile.dispatch import Problem, select
+from flashtile.dispatch import Plan, Problem, select
 from flashtile.kernel import backend as backends
-from flashtile.kernel import check
+from flashtile.kernel import check, hopper
 from flashtile.kernel.backend import load
 from flashtile.kernel.layout import as_4d
 from flashtile.kernel.rules import CAUSAL, Rules
@@ -130,10 +130,11 @@ def backward(
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(dq, dk, dv)`` from the backend that served the forward pass; every tensor is 4-D (lse 3-D)."""
-    plan = select(Problem.of(q, k, v, is_causal, _DETERMINISTIC if _told_deterministic() else ()), backend)
+    asks = (hopper.DETERMINISTIC,) if _told_deterministic() else ()
+    plan = select(Problem.of(q, k, v, is_causal, asks), backend)
     do, dlse = _given(do, o, dlse)
-    mask_ = _mask(is_causal)
-    return load(plan.backward).backward(do, q, k, v, o, lse, dlse, softmax_scale=softmax_scale, mask=mask_)
+    options = {"softmax_scale": softmax_scale, "mask": _mask(is_causal), **_order(plan, asks)}
+    return load(plan.backward).backward(do, q, k, v, o, lse, dlse, **options)
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules, max_logits: Tensor | None = None) -> tuple:
@@ -151,9 +152,9 @@ def run_backward(
     """Return ``(dq, dk, dv)`` under ``rules``; o and lse hold the sinks already."""
     asks = rules.asks()
     if rules.deterministic or _told_deterministic():
-        asks += _DETERMINISTIC
+        asks += (hopper.DETERMINISTIC,)
     plan = select(Problem.of(q, k, v, rules.mask is CAUSAL, asks), rules.backend)
-    options = rules.options()
+    options = rules.options() | _order(plan, asks)
     options.pop("sinks", None)
     return load(plan.backward).backward(do, q, k, v, o, lse, dlse, **options)
 
@@ -196,7 +197,9 @@ def _given(do: Tensor | None, o: Tensor, dlse: Tensor | None) -> tuple[Tensor, T
     return do, None if dlse is None else dlse.contiguous().resolve_neg()
 
 
-_DETERMINISTIC = ("deterministic gradients",)
+def _order(plan: Plan, asks: tuple[str, ...]) -> dict[str, bool]:
+    """Return the option that fixes the order of sums, for the one backend that has another order otherwise."""
+    return {"deterministic": True} if plan.backward == "hopper" and hopper.DETERMINISTIC in asks else {}
 
 
 def _told_deterministic() -> bool:

@@ -1,12 +1,10 @@
 """The same training run under several attention settings: do they learn alike, and how fast are they?
 
-`python -m flashtile.llm.experiment OUT_DIR [SETTING ...]` compares them on GPT-2 124M, in bf16 on a GPU; `--help` has
-the rest.
+`flashtile compare` is this from a shell.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import subprocess
@@ -15,13 +13,13 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from flashtile.llm.atomic import atomic_write
-from flashtile.llm.config import PRESETS, Attention, ModelConfig, TrainingConfig
+from flashtile.llm.config import Attention, ModelConfig, TrainingConfig
 from flashtile.llm.data import prepare_data
 from flashtile.llm.metrics import History, device_name
 from flashtile.llm.plot import plot_loss
@@ -126,20 +124,3 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | {p: installed(p) for p in ("torch", "triton", "flashtile")},
         "commit": commit,
     }
-
-
-if __name__ == "__main__":
-    model, training = PRESETS["gpt2-124m"]
-    parser = argparse.ArgumentParser(
-        prog="python -m flashtile.llm.experiment",
-        description="Train GPT-2 124M once per attention setting, from the same weights on the same batches.",
-        epilog="example: python -m flashtile.llm.experiment runs/compare flash naive --steps 100",
-    )
-    parser.add_argument("out_dir", help="gets comparison.json, its plot and a folder per run")
-    parser.add_argument("settings", nargs="*", default=["flash", "naive", "sdpa"], metavar="SETTING",
-                        help=f"{', '.join(get_args(Attention))}; default flash naive sdpa")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=training.steps, help="training steps (default %(default)s)")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
-    options = parser.parse_args()
-    training = replace(training, compile=options.compile, steps=options.steps)
-    compare_attention(options.settings, model, training, options.out_dir)

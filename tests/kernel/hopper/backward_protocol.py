@@ -2,7 +2,8 @@
 
 A model of ``hopper/backward_*.py``, line by line where a role waits, lets go, reads or writes shared memory; what is
 computed is left out. ``run`` lets the roles take steps in random order, copies land late, and raises AssertionError
-where a buffer does not hold what a role reads, where arrivals are left over, or where nobody can go on.
+where a buffer does not hold what a role reads, where arrivals are left over, where nobody can go on, or where programs
+that take turns at a tile of dQ come in another order than that of their work.
 """
 
 # Pyright takes device functions for Python: it knows neither what the compiler passes nor constants' attributes.
@@ -33,11 +34,30 @@ class Form(NamedTuple):
     parts: tuple[int, int]
 
 
+class Queue:
+    """The work of all programs: which tiles of dQ each piece visits, in order; and whose turn it is at each tile."""
+
+    def __init__(self, walks: list[list[Any]]) -> None:
+        self.walks, self.drawn = walks, 0
+        visits: dict[Any, list[int]] = {}
+        for work, walk in enumerate(walks):
+            for tile in walk:
+                visits.setdefault(tile, []).append(work)
+        self.visits = visits
+        self.added: dict[Any, list[int]] = {}  # by (tile, consumer, part)
+        self.turns: Counter[Any] = Counter()  # how many turns are over, by (tile, consumer)
+
+    def draw(self) -> int:
+        self.drawn += 1
+        return self.drawn - 1
+
+
 class Machine:
     """Shared memory, mbarriers and named barriers of one program."""
 
-    def __init__(self, form: Form, works: list[int], chance: random.Random) -> None:
-        self.form, self.works, self.chance = form, works, chance
+    def __init__(self, form: Form, queue: Queue, chance: random.Random) -> None:
+        self.form, self.queue, self.chance = form, queue, chance
+        self.taken: list[int] = []  # pieces of work
         self.holds: dict[Any, Any] = {}
         self.arrivals: Counter[Any] = Counter()
         self.phases: Counter[Any] = Counter()
@@ -46,7 +66,6 @@ class Machine:
         self.copies: list[tuple[str, Any, Any]] = []
         self.leaving: dict[int, list[Any]] = {0: [], 1: []}  # copies out of shared memory, by role
         self.written: list[Any] = []
-        self.sums: Counter[Any] = Counter()
 
     # mbarriers
     def arrive(self, signal: Any, count: int = 1) -> None:
@@ -106,7 +125,9 @@ class Machine:
 
 def loader(m: Machine) -> Generator:
     form, it = m.form, 0
-    for number, total in enumerate(m.works):
+    while (work := m.queue.draw()) < len(m.queue.walks):
+        number, total = len(m.taken), len(m.queue.walks[work])
+        m.taken.append(work)
         slot = number % SLOTS
         if number >= SLOTS:
             yield from m.wait(("read", slot), (number // SLOTS - 1) & 1)
@@ -128,10 +149,12 @@ def loader(m: Machine) -> Generator:
             if i == 0:
                 yield from _load_keys(m, number)
             it += 1
-    slot = len(m.works) % SLOTS
-    if len(m.works) >= SLOTS:
-        yield from m.wait(("read", slot), (len(m.works) // SLOTS - 1) & 1)
-    m.holds["board", slot] = (len(m.works), -1)
+        yield "runs"
+    number = len(m.taken)
+    slot = number % SLOTS
+    if number >= SLOTS:
+        yield from m.wait(("read", slot), (number // SLOTS - 1) & 1)
+    m.holds["board", slot] = (number, -1)
     m.arrive(("posted", slot))
     for i in range(max(it - form.stages, 0), it):
         yield from m.bar_sync(Q_FREE + i % form.stages, 32)
@@ -162,13 +185,22 @@ def _done(m: Machine, number: int) -> None:
 def reducer(m: Machine, me: int) -> Generator:
     number = 0
     while (total := (yield from _read_total(m, number))) >= 0:
+        work = m.taken[number]
         for i in range(total if m.form.parts[me] else 0):
+            tile = m.queue.walks[work][i]
+            while m.queue.visits[tile][m.queue.turns[tile, me]] != work:
+                yield "waits"
             for part in range(m.form.parts[me]):
                 yield from m.bar_sync(DQ_READY + me, 32)
                 yield "runs"
                 m.reads(("dq", me), (number, i, part))
-                m.sums[number, i, me, part] += 1
+                m.queue.added.setdefault((tile, me, part), []).append(work)
                 m.arrive(("dq_free", me))
+                yield "runs"
+                if part == 0 and i > 0:
+                    m.queue.turns[m.queue.walks[work][i - 1], me] += 1
+        if total and m.form.parts[me]:
+            m.queue.turns[m.queue.walks[work][-1], me] += 1
         _done(m, number)
         yield "runs"
         number += 1
@@ -394,32 +426,36 @@ def ds_consumer(m: Machine) -> Generator:
         total = yield from _read_total(m, number)
 
 
-def run(form: Form, works: list[int], seed: int) -> None:
-    """Let one program do its works, ``works[i]`` query tiles each, in an order of steps that ``seed`` decides."""
-    chance = random.Random(seed)
-    m = Machine(form, works, chance)
-    roles: dict[str, Iterator[str]] = {"loader": loader(m), "reducer 0": reducer(m, 0), "reducer 1": reducer(m, 1)}
-    if form.wide:
-        roles |= {"p consumer": p_consumer(m), "ds consumer": ds_consumer(m)}
-    else:
-        roles |= {"consumer 0": narrow_consumer(m, 0), "consumer 1": narrow_consumer(m, 1)}
+def run(form: Form, walks: list[list[Any]], seed: int, programs: int = 1) -> None:
+    """Let programs do the work: ``walks[i]`` names piece i's tiles of dQ in order; ``seed`` decides who goes on."""
+    chance, queue = random.Random(seed), Queue(walks)
+    machines = [Machine(form, queue, chance) for _ in range(programs)]
+    roles: dict[Any, Iterator[str]] = {}
+    for program, m in enumerate(machines):
+        consumers = (p_consumer(m), ds_consumer(m)) if form.wide else (narrow_consumer(m, 0), narrow_consumer(m, 1))
+        for name, role in enumerate((loader(m), reducer(m, 0), reducer(m, 1), *consumers)):
+            roles[program, ("loader", "reducer 0", "reducer 1", "consumer 0", "consumer 1")[name]] = role
     haste = {role: chance.choice((1, 1, 5, 20)) for role in roles}
     idle = 0
     while roles:
-        if chance.random() < 0.3:
-            m.land()
+        for m in machines:
+            if chance.random() < 0.3:
+                m.land()
         role = chance.choices(list(roles), [haste[r] for r in roles])[0]
         step = next(roles[role], "ends")
         idle = idle + 1 if step == "waits" else 0
         if step == "ends":
             del roles[role]
-        assert idle < 5000 or m.copies or any(m.leaving.values()), f"nobody can go on: {sorted(roles)} wait"
-    while any(m.leaving.values()):
-        m.land()
-    assert not any(m.named.values()), f"arrivals are left over: {m.named}"
-    parts = [(me, part) for me in (0, 1) for part in range(form.parts[me])]
-    assert m.sums == Counter({(n, i, *p): 1 for n, total in enumerate(works) for i in range(total) for p in parts})
-    gradients = [("dv", n) for n in range(len(works))] + [("dk", n) for n in range(len(works))]
-    if not form.wide:
-        gradients = [(*gradient, me) for gradient in gradients for me in (0, 1)]
-    assert sorted(m.written) == sorted(gradients)
+        on_their_way = any(m.copies or any(m.leaving.values()) for m in machines)
+        assert idle < 5000 * programs or on_their_way, f"nobody can go on: {sorted(roles)} wait"
+    shares = [(me, part) for me in (0, 1) for part in range(form.parts[me])]
+    assert queue.added == {(tile, *share): works for tile, works in queue.visits.items() for share in shares}
+    assert sorted(work for m in machines for work in m.taken) == list(range(len(walks)))
+    for m in machines:
+        while any(m.leaving.values()):
+            m.land()
+        assert not any(m.named.values()), f"arrivals are left over: {m.named}"
+        gradients = [(which, n) for which in ("dv", "dk") for n in range(len(m.taken))]
+        if not form.wide:
+            gradients = [(*gradient, me) for gradient in gradients for me in (0, 1)]
+        assert sorted(m.written) == sorted(gradients)

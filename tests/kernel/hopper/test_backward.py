@@ -19,7 +19,7 @@ from flashtile import mask, score
 from flashtile.dropout import Dropout
 from flashtile.kernel import launch, launcher, seqlen
 from flashtile.kernel.hopper import backward as hopper
-from flashtile.kernel.hopper import backward_sizes, pre_post, rows
+from flashtile.kernel.hopper import backward_sizes, forward, pre_post, rows
 from flashtile.kernel.layout import copied_in_blocks
 from flashtile.kernel.tile import head_dim_chunks
 from flashtile.seqlen import Seqlens, Where
@@ -44,6 +44,7 @@ JOBS = (
     Job(128, 128, score="alibi"),
     Job(256, 256, score="alibi"),
     Job(64, 64, deterministic=True),
+    Job(64, 64, packed=True, deterministic=True),
     Job(128, 128, "window", deterministic=True),
     Job(256, 256, packed=True, deterministic=True),
 )
@@ -141,8 +142,9 @@ def test_before_and_after(dims, packed, in_turn):
     where = (heads, total, total, num_sequences, tiles, on_device)
     strides = launcher.strides_of(do), launcher.strides_of(o)
     device_mask = mask.causal(align="top_left").on_device() if in_turn else None
+    first_rising = 1
     pre_post.before_kernel[(batch * heads * tiles,)](
-        do, o, lse, dlse, lse_log2, delta, turns, sums, *strides, total, *where, device_mask,
+        do, o, lse, dlse, lse_log2, delta, turns, *strides, total, *where, device_mask, first_rising,
         head_dim_v, head_dim_chunks(head_dim_v), size,
     )  # fmt: skip
     dq = torch.full((batch, heads, total, head_dim), math.nan)
@@ -161,8 +163,10 @@ def test_before_and_after(dims, packed, in_turn):
                 torch.testing.assert_close(got[1][: len(rows)], want_delta[b, h, rows], rtol=1e-4, atol=1e-4)
                 assert (got[0][len(rows) :] == math.inf).all()
                 assert (got[1][len(rows) :] == 0).all()
-                # Every block of keys that these queries see begins with key 0; rows after the last sequence see none.
-                assert turns[tile].tolist() == [pre_post.UNTOUCHED if in_turn else 0] * 2
+                # Every query sees key 0, in the first block; in falling order the block at the diagonal comes first.
+                num_blocks = -(-(end - start) // size.block_n)
+                turn = num_blocks - 1 - block * size.block_m // size.block_n if b * heads + h < first_rising else 0
+                assert turns[tile].tolist() == [turn + pre_post.UNTOUCHED if in_turn else 0] * 2
                 want[b, h, rows] = 0.0
                 if block or h:  # the other tiles are left as if nobody had come by
                     tile_dq = torch.randn(size.block_m, size.head_dim)
@@ -180,8 +184,9 @@ def test_before_and_after(dims, packed, in_turn):
     [mask.full(), mask.causal(), mask.window(100, 0), mask.window(0, 90), mask.chunked(200)],
     ids=repr,
 )
-def test_next_block_names_every_block_that_walks_over_a_tile(value):
-    """From block to block, ``next_block`` names those whose range of query tiles holds the tile, and ends."""
+@pytest.mark.parametrize("rising", [False, True], ids=["falling", "rising"])
+def test_next_turn_names_every_block_that_walks_over_a_tile(value, rising):
+    """From turn to turn, ``next_turn`` names those blocks whose range of query tiles holds the tile, and ends."""
     size = backward_sizes.of(64, 64, config_of(64, 64), False, True)
     where = Where(0, 0, 700, 900)
     num_blocks = -(-where.seqlen_k // size.block_n)
@@ -194,8 +199,10 @@ def test_next_block_names_every_block_that_walks_over_a_tile(value):
             first, last = max(lo, 0) // size.block_m, -(-max(min(hi, where.seqlen_q), 0) // size.block_m)
             if first <= m_block < last:
                 want.append(block)
+        if not rising:
+            want = [num_blocks - 1 - block for block in reversed(want)]
         out = torch.full((num_blocks + 1,), -1, dtype=torch.int32)
-        _blocks_kernel[(1,)](out, 0, 0, where.seqlen_q, where.seqlen_k, value.on_device(), m_block, size)
+        _turns_kernel[(1,)](out, 0, 0, where.seqlen_q, where.seqlen_k, value.on_device(), m_block, int(rising), size)
         assert out[: len(want) + 1].tolist() == [*want, num_blocks]
 
 
@@ -226,7 +233,20 @@ FORMS = {
 def test_roles_wait_for_one_another(form, works):
     """Whatever the order of their steps: no deadlock, nothing overwritten that is still read, nothing left out."""
     for seed in range(8):
-        backward_protocol.run(FORMS[form], works, seed)
+        backward_protocol.run(FORMS[form], [[(work, i) for i in range(n)] for work, n in enumerate(works)], seed)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("form", FORMS)
+def test_programs_take_turns(form, is_causal):
+    """However many programs run, they add to every tile in the order of their work, and all come to an end.
+
+    The order is that of ``key_block``: one head in falling order of the blocks, walks up; one rising, walks down.
+    """
+    falling = [[(0, i) for i in range(block if is_causal else 0, 5)] for block in reversed(range(5))]
+    rising = [[(1, i) for i in reversed(range(block if is_causal else 0, 5))] for block in range(5)]
+    for seed, programs in enumerate((1, 2, 3, 5, 12)):
+        backward_protocol.run(FORMS[form], falling + rising, seed, programs)
 
 
 @pytest.mark.parametrize(
@@ -242,15 +262,16 @@ def test_model_of_the_protocol_has_the_sizes_of_the_kernel(dims):
 
 
 @triton.jit
-def _blocks_kernel(out_ptr, batch, head, seqlen_q, seqlen_k, mask, m_block, SIZES: tl.constexpr):
+def _turns_kernel(out_ptr, batch, head, seqlen_q, seqlen_k, mask, m_block, rising, SIZES: tl.constexpr):
     where = _Where(batch, head, seqlen_q, seqlen_k)
     num_blocks = tl.cdiv(seqlen_k, SIZES.block_n)
-    block = pre_post.next_block(mask, where, m_block, num_blocks * 0, SIZES)
-    tl.store(out_ptr, block)
-    while block < num_blocks:
+    rising = rising != 0
+    turn = pre_post.next_turn(mask, where, m_block, num_blocks * 0, rising, SIZES)
+    tl.store(out_ptr, turn)
+    while turn < num_blocks:
         out_ptr += 1
-        block = pre_post.next_block(mask, where, m_block, block + 1, SIZES)
-        tl.store(out_ptr, block)
+        turn = pre_post.next_turn(mask, where, m_block, turn + 1, rising, SIZES)
+        tl.store(out_ptr, turn)
 
 
 def test_packed_rows_end_with_their_sequence():
@@ -327,3 +348,33 @@ def test_gradients(dims, case, deterministic):
     for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
         bound = reference.BACKWARD_FACTOR
         reference.assert_accurate(grad, getattr(want, name), getattr(plain, name), bound, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
+)
+@pytest.mark.parametrize("value", [mask.full(), mask.causal(), mask.window(300, 20)], ids=repr)
+@pytest.mark.parametrize("cu_seqlens", [None, (0, 10, 1500, 1500, 2100, 4000)], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_turns_of_many_programs(head_dim, cu_seqlens, value):
+    """More work than programs, several launches at a time: nobody waits for ever, and dq is the same in every one."""
+    shape = (1 if cu_seqlens else 4, 24, 4000 if cu_seqlens else 1500, head_dim)
+    q, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16)[:, :8] for _ in range(2))
+    starts = cu_seqlens and torch.tensor(cu_seqlens, dtype=torch.int32, device="cuda")
+    seqlens = None if starts is None else Seqlens(starts, starts)
+    options = {"softmax_scale": head_dim**-0.5, "mask": value, "seqlens": seqlens}
+    o, lse = forward.forward(q, k, v, **options)
+    want = hopper.backward(do, q, k, v, o, lse, None, **options)
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in range(4)], []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(hopper.backward(do, q, k, v, o, lse, None, deterministic=True, **options))
+    torch.cuda.synchronize()
+    for result in results:
+        assert all(map(torch.equal, result, results[0]))
+    for ours, theirs in zip(results[0], want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)

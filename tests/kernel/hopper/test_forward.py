@@ -39,10 +39,9 @@ SWEEP = (
     *(job(d, score=score) for d in (64, 128, 256) for score in ("softcap", "alibi", "bias")),
     job(128, sinks=True), job(80), job(64, 128), job(128, schedule="grid"),
 )  # fmt: skip
-# Instructions that move registers to memory and back in the loops over key tiles, of all consumers, with room for
-# another compiler.
-SPILLS = 24  # at the ends of query tiles: the way of a full tile has none
-SPILLS_WITH_TABLES = 96  # where masks and scores read a table at every entry of a tile
+# Instructions that move registers to memory and back, of all roles, with room for another compiler.
+SPILLS = 24  # in masked tiles and at the ends of query tiles: the way of a full tile has none
+SPILLS_WITH_TABLES = 160  # where masks and scores read a table at every entry of a tile
 
 
 def name_of(job: Job) -> str:
@@ -57,10 +56,8 @@ def check(report: dict, job: Job) -> None:
     assert report["matrix_instructions"] > 0
     assert report["warnings"] == []  # matrix instructions one after the other, for want of registers or by a branch
     tables = job.mask in ("document", "lists") or job.score == "bias"
-    assert report["spills_in_loops"] <= (SPILLS_WITH_TABLES if tables else SPILLS)
-    assert report["spills_on_full_tiles"] <= (
-        SPILLS_WITH_TABLES if job.score == "bias" else 8 if tables or job.score else 0
-    )
+    assert report["spills"] <= (SPILLS_WITH_TABLES if tables else SPILLS)
+    assert report["spills_on_full_tiles"] <= (12 if tables or job.score else 0)
     reserved = set(range(barriers.first_free(job.config[2] + 1)))
     own = {int(number) for number in report["barriers"]}
     assert max(own) < barriers.MOST
@@ -81,6 +78,7 @@ def reports(request):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the first one compiles for all
 @pytest.mark.parametrize("job", SWEEP, ids=name_of)
 def test_every_kernel_compiles(reports, job):
     check(reports[job], job)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 HEAD_DIMS = 256  # the widest head
+DETERMINISTIC = "deterministic gradients"
+DETERMINISTIC_HEAD_DIMS = 128  # the widest head whose dq has been seen to be the same in every run
 TRITON = "3.6"
 # What each pass leaves to the portable kernels, and why.
 UNSERVED = {
@@ -22,7 +24,6 @@ UNSERVED = {
     },
     "backward": {
         "dropout": "has no dropout",
-        "deterministic gradients": "adds to dq in the order in which programs finish",
     },
 }
 
@@ -45,6 +46,9 @@ def refusal(problem: Any, which: str) -> str | None:
     for name in problem.asks:
         if name in UNSERVED[which]:
             return UNSERVED[which][name]
+    wide = max(problem.head_dim, problem.head_dim_v) > DETERMINISTIC_HEAD_DIMS
+    if wide and which == "backward" and DETERMINISTIC in problem.asks:
+        return f"has deterministic gradients up to head_dim {DETERMINISTIC_HEAD_DIMS}"
     return _other_triton()
 
 

@@ -99,16 +99,16 @@ def _mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=["num_works", "heads_per_section", "num_heads_q", "heads_per_kv", "seqlen_q", "seqlen_k",
-                       "num_sequences", "tiles_per_head"]
+                       "num_sequences", "tiles_per_head", "first_rising"]
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc, softmax_scale,
     num_works, heads_per_section, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences, tiles_per_head,
-    turns_ptr, counter, packed, mask, score, tiles, SIZES: gl.constexpr,
+    turns_ptr, first_rising, counter, packed, mask, score, tiles, SIZES: gl.constexpr,
 ):  # fmt: skip
     """A piece of work, (section, n_block, kv head), writes dK and dV of its keys and adds to dQ where they are seen."""
     problem = _Problem(num_works, heads_per_section, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences,
-                       tiles_per_head, turns_ptr)  # fmt: skip
+                       tiles_per_head, turns_ptr, first_rising)  # fmt: skip
     copies = _Copies(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc)
     P_DTYPE: gl.constexpr = gl.float16 if score is None else q_desc.dtype
     buffers = _buffers(q_desc, k_desc, lse_desc, dq_desc, P_DTYPE, SIZES)
@@ -154,12 +154,20 @@ def _fp32_layout(rank: int) -> Any:
     return gl.NVMMASharedLayout(0 if rank == 1 else 128, 32, rank)
 
 
-def _heads_per_section(mask: Mask, batch: int, heads_q: int, heads_kv: int, seqlen_q: int, size: Sizes) -> int:
-    """Return how many kv heads to take at a time; one is best where all blocks of keys take equally long."""
-    if is_full(mask):
-        return 1
-    bytes_per_head = heads_q // heads_kv * seqlen_q * (6 * size.head_dim + 2 * size.head_dim_v)
-    return max(1, min(batch * heads_kv, SECTION_BYTES // bytes_per_head))
+def _sections(mask: Mask, heads: int, group: int, seqlen_q: int, size: Sizes) -> tuple[int, int]:
+    """Return how many kv heads (out of ``heads``, all batch entries) to take at a time, and the first of the last ones.
+
+    One is best where all blocks of keys take equally long; but to take turns, blocks of one head had better not start
+    at the same time. There are two sections at least, because the last one is special: see ``key_block``. Packed
+    sequences that take turns have none that is: in rising order, blocks of a short one would wait for one another.
+    """
+    if not size.in_turn and (size.packed or is_full(mask)):
+        return 1, heads - 1
+    in_cache = SECTION_BYTES // max(1, group * seqlen_q * (6 * size.head_dim + 2 * size.head_dim_v))
+    if size.packed:
+        return max(1, min(heads, in_cache)), heads
+    section = max(1, min(launch.ceil_div(heads, 2), in_cache))
+    return section, (heads - 1) // section * section
 
 
 def backward(
@@ -205,7 +213,7 @@ def backward(
         config = dataclasses.replace(config, block_m=64)
     size = backward_sizes.of(head_dim, head_dim_v, config, seqlens is not None, deterministic)
     if not copied_in_blocks(do):
-        do = do.contiguous()
+        do = do.clone(memory_format=torch.contiguous_format)  # (one at an odd address is contiguous)
     num_sequences, packed, tiles_per_head = seqlen.on_device(seqlens, seqlen_q, size.block_m)
     num_works = seqlen.on_device(seqlens, seqlen_k, size.block_n)[2] * num_heads_kv * batch
     num_tiles = batch * num_heads_q * tiles_per_head
@@ -218,10 +226,14 @@ def backward(
         device_mask, tiles = mask.on_device(), None
     else:
         device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, True)
+    group = num_heads_q // num_heads_kv
+    section, rising = _sections(mask, batch * num_heads_kv, group, seqlen_q // max(1, num_sequences), size)
+    first_rising = rising * group
     where = (num_heads_q, seqlen_q, seqlen_k, num_sequences, tiles_per_head, packed)
     before = (
-        do, o, lse, None if dlse is None else dlse.contiguous(), lse_log2, delta, turns, dq_sum,
+        do, o, lse, None if dlse is None else dlse.contiguous(), lse_log2, delta, turns,
         launcher.strides_of(do), launcher.strides_of(o), seqlen_q, *where, device_mask if deterministic else None,
+        first_rising,
     )  # fmt: skip
     query_rows, key_rows = (size.block_m, size.panel, size.packed), (ROWS.value, size.panel, size.packed)
     args = (
@@ -230,16 +242,15 @@ def backward(
         *(Descriptor(t, (per_query,), (1,), (size.block_m,), _fp32_layout(1)) for t in (lse_log2, delta)),
         rows.described(dk, *key_rows), rows.described(dv, *key_rows),
         Descriptor(dq_sum, (dq_sum.numel() // 32, 32), (32, 1), (ROWS.value, BOX.value), _fp32_layout(2)),
-        softmax_scale, num_works, _heads_per_section(mask, batch, num_heads_q, num_heads_kv, seqlen_q, size),
-        num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, tiles_per_head,
-        turns, schedule.counter_of(q.device) if size.queue else None, packed, device_mask,
+        softmax_scale, num_works, section, num_heads_q, group, seqlen_q, seqlen_k, num_sequences, tiles_per_head,
+        turns, first_rising, schedule.counter_of(q.device), packed, device_mask,
         launcher.score_on_device(score, q, k), tiles,
     )  # fmt: skip
     after = (dq_sum, turns, dq, launcher.strides_of(dq), softmax_scale, *where)
     of_v = {"HEAD_DIM_V": head_dim_v, "CHUNKS_V": head_dim_chunks(head_dim_v), "SIZES": size}
     with launch.on_device(q.device):
         launcher.run(before_kernel, num_tiles, q.device, before, of_v, config)
-        programs = min(num_works, schedule.multiprocessors(q.device)) if size.queue else num_works
+        programs = min(num_works, schedule.multiprocessors(q.device))
         launcher.run(backward_kernel, programs, q.device, args, {"SIZES": size}, config)
         launcher.run(after_kernel, num_tiles, q.device, after, {"HEAD_DIM": head_dim, "SIZES": size}, config)
     return dq, dk, dv

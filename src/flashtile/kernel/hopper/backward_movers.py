@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashtile.kernel.hopper import barriers, rows, schedule
+from flashtile.kernel.hopper import barriers, rows
 from flashtile.kernel.hopper.backward_parts import (
     BOX,
     DO_FREE,
@@ -31,7 +31,10 @@ from flashtile.kernel.hopper.backward_sizes import boxes_in, first_box, parts
 from flashtile.kernel.hopper.backward_work import (
     count_tiles,
     done,
+    first_work,
+    is_rising,
     key_block,
+    next_work,
     post,
     post_end,
     read_place,
@@ -41,7 +44,7 @@ from flashtile.kernel.hopper.backward_work import (
     walk,
     write_number,
 )
-from flashtile.kernel.hopper.pre_post import UNTOUCHED, next_block
+from flashtile.kernel.hopper.pre_post import UNTOUCHED, in_order, next_turn
 from flashtile.kernel.tile_lists import nth_tile
 
 
@@ -83,19 +86,18 @@ def loader(copies, buffers, signals, problem, counter, packed, mask, tiles, SIZE
     reaches past the last key every tile needs the mask: those keys' scores must not reach dQ.
     """
     it, posted = 0, 0
-    work = gl.program_id(0)
+    work = first_work(SIZES)
     while work < problem.num_works:
-        if SIZES.queue:
-            ticket = schedule.draw(counter)
-        at = key_block(work, problem, packed, SIZES.block_n)
-        if at.block >= 0:
-            total = count_tiles(at, problem, mask, tiles, SIZES)
-            post(buffers.board, signals, posted, total, at, SIZES.block_n)
-            it = _load_work(it, posted, total, at, copies, buffers, signals, problem, mask, tiles, SIZES)
-            posted += 1
-        work = problem.num_works
-        if SIZES.queue:
-            work = schedule.drawn(ticket, problem.num_works, counter)
+        if work >= 0:
+            at = key_block(work, problem, packed, SIZES)
+            if at.block >= 0:
+                total = count_tiles(at, problem, mask, tiles, SIZES)
+                post(buffers.board, signals, posted, total, at, SIZES.block_n)
+                it = _load_work(it, posted, total, at, copies, buffers, signals, problem, mask, tiles, SIZES)
+                posted += 1
+        # Not earlier: who draws before a long block would begin its next one after those that others draw later, which
+        # may have to wait for it. Consumers have two tiles left to compute.
+        work = next_work(counter, problem, SIZES)
     post_end(buffers.board, signals, posted)
     # Take the last arrivals: a program must not end with one left on a named barrier.
     for i in range(gl.maximum(it - SIZES.stages, 0), it):
@@ -114,12 +116,13 @@ def _load_work(it, number, total, at, copies, buffers, signals, problem, mask, t
         _load_k_and_v(number, at, copies, buffers, signals, SIZES)
     beyond = (at.block + 1) * SIZES.block_n > at.seqlen_k
     start = it
+    rising = is_rising(at, problem)
     for head in range(at.head * problem.heads_per_kv, (at.head + 1) * problem.heads_per_kv):
         where, first_tile, bounds = walk(head, at, problem, mask, tiles, SIZES)
         first, full_first, full_end, last = bounds
         first_step = start_of(at, first, last, tiles, SIZES)
         for i in range(last - first):
-            step = step_of(i, first_step, first, last, SIZES)
+            step = step_of(i, first_step, rising, first, last, SIZES)
             m_block = nth_tile(tiles, where, at.block, step)
             masked = (step < full_first) | (step >= full_end) | beyond
             row, first_query = m_block * SIZES.block_m, (first_tile + m_block) * SIZES.block_m
@@ -156,8 +159,9 @@ def _load_k_and_v(number, at, copies, buffers, signals, SIZES: gl.constexpr):
 #
 # Who comes first to a consumer's share of a dQ tile stores it; who comes later adds to it. So nothing has to be zeroed
 # beforehand. A number per share, ``turn``, is what programs tell one another by. Where dQ has to be the same from run
-# to run, it is the block of keys whose turn it is (plus _UNTOUCHED before the first one), and programs wait for theirs;
-# all that they wait for have lower program numbers, so those run or have run. Else it says how far the first one is:
+# to run, it says whose turn it is: the place of a block of keys in the order of the work (plus _UNTOUCHED before the
+# first one). Programs wait for their turns; all that they wait for is work of lower numbers, which programs have taken
+# before, so the lowest that is not done can always go on. Else it says how far the first one is:
 _NOBODY, _SOMEBODY, _STORED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 _UNTOUCHED = gl.constexpr(UNTOUCHED)
 
@@ -195,23 +199,47 @@ def _write(turn, value):
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def _pass_on_assembly(pending):
+    return (
+        "{ .reg .pred p, q; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 q, lane, 0; setp.ne.and.s32 p, $3, 0, q;"
+        f" ld.relaxed.gpu.global.s32 $0, [$4]; cp.async.bulk.wait_group {pending}; bar.warp.sync 0xffffffff;"
+        " fence.acq_rel.gpu; @p st.relaxed.gpu.global.s32 [$1], $2; }"
+    )
+
+
 @gluon.jit
-def _come_to(turn, seen, block, SIZES: gl.constexpr):
-    """Return whether this program is the first to come to the share, now or when it is its turn.
+def _pass_on(turn, value, condition, ahead, PENDING: gl.constexpr):
+    """When all of this warp's copies but the latest ``PENDING`` have arrived, set the number at ``turn`` if
+    ``condition`` holds; return the number at ``ahead`` as ``_read`` does: one fence orders both."""
+    return barriers.uniform(
+        gl.inline_asm_elementwise(
+            _pass_on_assembly(PENDING), "=&r,l,r,r,l", [turn, value, condition.to(gl.int32), ahead],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )
+    )  # fmt: skip
+
+
+@gluon.jit
+def _wait_for(turn, seen, mine):
+    """Wait until it is this program's turn at a share, and return whether it is the first one.
 
     ``seen`` is what the number was a while ago.
     """
-    if SIZES.in_turn:
-        while (seen != block) & (seen != block + _UNTOUCHED):
-            seen = _read(turn)
-        return seen >= _UNTOUCHED
-    else:
-        if seen == _NOBODY:
-            seen = _claim(turn)
-        first = seen == _NOBODY
-        while seen == _SOMEBODY:
-            seen = _read(turn)
-        return first
+    while (seen != mine) & (seen != mine + _UNTOUCHED):
+        seen = _read(turn)
+    return seen >= _UNTOUCHED
+
+
+@gluon.jit
+def _come_to(turn, seen):
+    """Return whether this program is the first to come to a share; ``seen`` is what the number was a while ago."""
+    if seen == _NOBODY:
+        seen = _claim(turn)
+    first = seen == _NOBODY
+    while seen == _SOMEBODY:
+        seen = _read(turn)
+    return first
 
 
 @gluon.jit
@@ -221,45 +249,75 @@ def reducer(consumer: gl.constexpr, copies, buffers, signals, problem, mask, til
     while read_total(buffers.board, signals, number) >= 0:
         at = read_place(buffers.board, number)
         if parts(consumer, SIZES) > 0:  # else all of dQ is the other consumer's
+            rising = is_rising(at, problem)
             for head in range(at.head * problem.heads_per_kv, (at.head + 1) * problem.heads_per_kv):
                 where, first_tile, bounds = walk(head, at, problem, mask, tiles, SIZES)
                 first, _, _, last = bounds
                 start = start_of(at, first, last, tiles, SIZES)
-                for i in range(last - first):
-                    m_block = nth_tile(tiles, where, at.block, step_of(i, start, first, last, SIZES))
-                    _reduce(consumer, first_tile + m_block, m_block, at, where, copies, buffers, signals, problem, mask,
-                            SIZES)  # fmt: skip
+                turns = problem.turns + 2 * first_tile.to(gl.int64) + consumer
+                if SIZES.in_turn:
+                    _add_in_turn(consumer, first_tile, first, last, turns, rising, at, where, copies, buffers, signals,
+                                 mask, SIZES)  # fmt: skip
+                else:
+                    for i in range(last - first):
+                        m_block = nth_tile(tiles, where, at.block, step_of(i, start, rising, first, last, SIZES))
+                        _add(consumer, first_tile + m_block, turns + 2 * m_block, copies, buffers, signals, SIZES)
         done(signals, number)
         number += 1
 
 
 @gluon.jit
-def _reduce(consumer: gl.constexpr, tile, m_block, at, where, copies, buffers, signals, problem, mask,
-            SIZES: gl.constexpr):  # fmt: skip
+def _add(consumer: gl.constexpr, tile, turn, copies, buffers, signals, SIZES: gl.constexpr):
     """Add a consumer's share of one tile of dQ, as it stores it part by part."""
-    BOXES_PER_TILE: gl.constexpr = SIZES.block_m * SIZES.head_dim // (ROWS * BOX)
-    turn = problem.turns + 2 * tile.to(gl.int64) + consumer
-    seen = tile * 0
-    if not SIZES.zeroed:
-        seen = _read(turn)
-    alone = seen < 0  # (False)
-    for part in gl.static_range(parts(consumer, SIZES)):
-        box = tile * BOXES_PER_TILE + first_box(consumer, SIZES) + part * SIZES.dq_kept
+    seen = _read(turn)
+    barriers.sync(DQ_READY + consumer, REDUCER_AND_CONSUMER, 1)
+    alone = _come_to(turn, seen)
+    _start(0, consumer, tile, alone, copies, buffers, signals, SIZES)
+    for part in gl.static_range(1, parts(consumer, SIZES)):
         barriers.sync(DQ_READY + consumer, REDUCER_AND_CONSUMER, 1)
-        fence_async_shared()
-        if part == 0 and not SIZES.zeroed:
-            alone = _come_to(turn, seen, at.block, SIZES)
-        for i in gl.static_range(boxes_in(part, consumer, SIZES)):
-            smem = buffers.dq.index(consumer * SIZES.dq_kept + i)
-            if SIZES.zeroed:
-                _start_add(copies.dq, [(box + i) * ROWS, 0], smem)
-            elif alone:
-                tma.async_copy_shared_to_global(copies.dq, [(box + i) * ROWS, 0], smem)
-            else:
-                _start_add(copies.dq, [(box + i) * ROWS, 0], smem)
-        tma.store_wait(0)
-        mbarrier.arrive(signals.dq_free.index(consumer), count=1)
-    if SIZES.in_turn:
-        _write(turn, next_block(mask, where, m_block, at.block + 1, SIZES))
-    elif alone:
+        _start(part, consumer, tile, alone, copies, buffers, signals, SIZES)
+    if alone:
         _write(turn, _STORED)
+
+
+@gluon.jit
+def _add_in_turn(consumer: gl.constexpr, first_tile, first, last, turns, rising, at, where, copies, buffers, signals,
+                 mask, SIZES: gl.constexpr):  # fmt: skip
+    """Add a consumer's shares of all dQ tiles of a query head, each when it is the program's turn.
+
+    The warp waits for its turn before the consumer has the share ready. It passes the turn on when it has begun to add
+    to the next tile: copies take about as long as a tile to arrive, and nothing should wait for them. Who comes after
+    this program comes several tiles later: see ``key_block``.
+    """
+    mine = in_order(at.block, gl.cdiv(at.seqlen_k, SIZES.block_n), rising)
+    seen, then = first * 0 - 1, mine
+    for i in range(last - first):
+        m_block = step_of(i, first * 0, rising, first, last, SIZES)
+        before = m_block - step_of(i - 1, first * 0, rising, first, last, SIZES)
+        turn = turns + 2 * m_block
+        alone = _wait_for(turn, seen, mine)
+        for part in gl.static_range(parts(consumer, SIZES)):
+            barriers.sync(DQ_READY + consumer, REDUCER_AND_CONSUMER, 1)
+            _start(part, consumer, first_tile + m_block, alone, copies, buffers, signals, SIZES)
+            if part == 0:
+                ahead = gl.where(i + 1 < last - first, 2 * before, 0)
+                seen = _pass_on(turn - 2 * before, then, i > 0, turn + ahead, boxes_in(0, consumer, SIZES))
+        then = next_turn(mask, where, m_block, mine + 1, rising, SIZES)
+    if first < last:
+        _write(turns + 2 * step_of(last - first - 1, first * 0, rising, first, last, SIZES), then)
+
+
+@gluon.jit
+def _start(part: gl.constexpr, consumer: gl.constexpr, tile, alone, copies, buffers, signals, SIZES: gl.constexpr):
+    """Store a part of a share if the program is the first there, else add it; let go of the buffer when it is read."""
+    BOXES_PER_TILE: gl.constexpr = SIZES.block_m * SIZES.head_dim // (ROWS * BOX)
+    fence_async_shared()
+    box = tile * BOXES_PER_TILE + first_box(consumer, SIZES) + part * SIZES.dq_kept
+    for i in gl.static_range(boxes_in(part, consumer, SIZES)):
+        smem = buffers.dq.index(consumer * SIZES.dq_kept + i)
+        if alone:
+            tma.async_copy_shared_to_global(copies.dq, [(box + i) * ROWS, 0], smem)
+        else:
+            _start_add(copies.dq, [(box + i) * ROWS, 0], smem)
+    tma.store_wait(0)
+    mbarrier.arrive(signals.dq_free.index(consumer), count=1)

@@ -233,7 +233,7 @@ def probabilities(s, lse_log2, tile, head, first_key, board, slot, softmax_scale
         scale_log2 = _LOG2E
         s = s * softmax_scale
         logits = score.forward(where, q_idx, k_idx, s, score.args)
-    if SIZES.exp_first:
+    if SIZES.head_dim <= 64:  # the mask after the exponential: faster there, slower for wider heads
         p = gl.exp2(logits * scale_log2 - lse_log2[None, :])
         if (tile & 1) != 0:
             visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < seqlen_k)

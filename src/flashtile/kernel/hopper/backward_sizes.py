@@ -25,8 +25,7 @@ class Sizes:
     ``head_dim`` and ``head_dim_v`` are those of the tiles, at least those of the tensors: the copy engine fills up with
     zeros. ``panel`` is the number of columns that it copies at a time. A tile of dQ consists of boxes of 64 x 32
     numbers: ``dq_boxes`` says how many each consumer computes, ``dq_kept`` how many of them it stores at a time.
-    ``queue``: programs take blocks of keys until there are no more, instead of one each. ``in_turn``: they add to a
-    tile of dQ in the order of their blocks, so that it is the same in every run.
+    ``in_turn``: programs add to a tile of dQ in an order of their blocks, so that it is the same in every run.
     """
 
     head_dim: int
@@ -39,12 +38,8 @@ class Sizes:
     dq_boxes: tuple[int, int]
     dq_kept: int
     dk_late: bool
-    exp_first: bool
     packed: bool
     in_turn: bool
-    queue: bool
-    rotated: bool
-    zeroed: bool
     registers_consumer: int
     registers_mover: int
 
@@ -76,8 +71,7 @@ def of(head_dim: int, head_dim_v: int, config: HopperConfig, packed: bool, in_tu
         whole = head_dim % 64 == 0 and head_dim_v % 64 == 0
     size = Sizes(
         head_dim, head_dim_v, config.block_m, config.block_n, 64 if whole else 32, config.stages, config.stages,
-        dq_boxes, dq_kept, head_dim > 64, True, packed, in_turn, config.schedule == "queue", True, False,
-        config.registers_consumer, config.registers_producer,
+        dq_boxes, dq_kept, head_dim > 64, packed, in_turn, config.registers_consumer, config.registers_producer,
     )  # fmt: skip
     return size if size.bytes <= SHARED_LIMIT else replace(size, stages_do=1)
 

@@ -17,6 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from flashtile.kernel.hopper import schedule
+from flashtile.kernel.hopper.pre_post import in_order
 from flashtile.kernel.seqlen import Place, packed_place
 from flashtile.kernel.tile_lists import query_tiles
 from flashtile.seqlen import Where
@@ -34,7 +36,7 @@ class Problem(NamedTuple):
     """All programs' work: ``num_works`` blocks of keys, in sections of ``heads_per_section`` kv heads.
 
     Tiles of queries are numbered (batch, query head, tile), ``tiles_per_head`` for each head; ``turns`` points to two
-    numbers per tile, for the reducers.
+    numbers per tile, for the reducers. The order of blocks turns at query head ``first_rising``: see ``key_block``.
     """
 
     num_works: Any
@@ -46,27 +48,64 @@ class Problem(NamedTuple):
     num_sequences: Any
     tiles_per_head: Any
     turns: Any
+    first_rising: Any
 
 
 @gluon.jit
-def key_block(work, problem, packed, BLOCK_N: gl.constexpr):
+def first_work(SIZES: gl.constexpr):
+    """Return the number of a program's first piece of work, or -1 if it has to be drawn like all others.
+
+    So it is where programs take turns: a program waits for turns of lower numbers, which only programs that run may
+    have. (Another kernel may keep a program from starting, even one that waits likewise.)
+    """
+    if SIZES.in_turn:
+        return gl.program_id(0) * 0 - 1
+    else:
+        return gl.program_id(0)
+
+
+@gluon.jit
+def next_work(counter, problem, SIZES: gl.constexpr):
+    """Draw the number of a program's next piece of work."""
+    ticket = schedule.draw(counter)
+    if SIZES.in_turn:
+        return schedule.drawn(ticket, problem.num_works + gl.num_programs(0), counter) - gl.num_programs(0)
+    else:
+        return schedule.drawn(ticket, problem.num_works, counter)
+
+
+@gluon.jit
+def key_block(work, problem, packed, SIZES: gl.constexpr):
     """Return the Place of piece of work number ``work``; its block is -1 if there is none.
 
-    Heads are taken in sections whose Q, dO and dQ stay in the L2 cache; in a section, first the first block of every
-    head, then the second: long ones come first under a causal mask. Blocks of one head come in rising order.
+    Heads are taken in sections whose Q, dO and dQ stay in the L2 cache; in a section, first a block of every head, then
+    the next of every head. In the last section, from query head ``first_rising`` (of all batch entries) on, blocks come
+    in rising order, else in falling order: so under a causal mask the shortest come last of all.
+
+    Programs that take turns at a tile of dQ take them in the order of their work. In falling order walks go up: under a
+    causal mask a block comes to the first tile of the block after it one or two tiles after that one, and need not wait
+    even if all start at once. In rising order walks go down: all blocks of a head begin with the same tile, one after
+    the other as programs become free; the falling ones before leave those free at different times.
     """
     num_heads = problem.num_heads_q // problem.heads_per_kv
+    num_blocks = gl.cdiv(problem.seqlen_k, SIZES.block_n) if packed is None else problem.num_works // num_heads
+    first = work // (problem.heads_per_section * num_blocks) * problem.heads_per_section
+    heads = gl.minimum(problem.heads_per_section, problem.num_works // num_blocks - first)
+    rest = work - first * num_blocks
+    head, block = first + rest % heads, rest // heads
+    block = in_order(block, num_blocks, head * problem.heads_per_kv >= problem.first_rising)
     if packed is None:
-        num_blocks = gl.cdiv(problem.seqlen_k, BLOCK_N)
-        first = work // (problem.heads_per_section * num_blocks) * problem.heads_per_section
-        heads = gl.minimum(problem.heads_per_section, problem.num_works // num_blocks - first)
-        rest = work - first * num_blocks
-        head = first + rest % heads
         batch = head // num_heads
-        return _Place(batch, batch, head % num_heads, rest // heads, 0, 0, problem.seqlen_q, problem.seqlen_k, 0)
+        return _Place(batch, batch, head % num_heads, block, 0, 0, problem.seqlen_q, problem.seqlen_k, 0)
     else:
-        return packed_place(work, problem.num_works, problem.seqlen_q, problem.seqlen_k, problem.num_sequences, packed,
-                            num_heads, BLOCK_N, True)  # fmt: skip
+        return packed_place(head * num_blocks + block, problem.num_works, problem.seqlen_q, problem.seqlen_k,
+                            problem.num_sequences, packed, num_heads, SIZES.block_n, True)  # fmt: skip
+
+
+@gluon.jit
+def is_rising(at, problem):
+    """Return whether turns at the tiles of a kv head come in rising order of the blocks of keys."""
+    return at.batch * problem.num_heads_q + at.head * problem.heads_per_kv >= problem.first_rising
 
 
 @gluon.jit
@@ -87,7 +126,7 @@ def start_of(at, first, last, tiles, SIZES: gl.constexpr):
     the first tile they would come to every tile of dQ together, and wait there for the one that stores it.
     """
     num_blocks = gl.cdiv(at.seqlen_k, SIZES.block_n)
-    if SIZES.in_turn or not SIZES.rotated:
+    if SIZES.in_turn:
         return first * 0
     elif tiles is None:
         level = at.block * gl.cdiv(at.seqlen_q, SIZES.block_m) // num_blocks
@@ -97,14 +136,13 @@ def start_of(at, first, last, tiles, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def step_of(i, start, first, last, SIZES: gl.constexpr):
+def step_of(i, start, rising, first, last, SIZES: gl.constexpr):
     """Return step ``i`` of the walk that begins with step ``start`` and goes round.
 
-    Where programs take turns at a tile of dQ, they come from the far end: under a causal mask the programs of a head
-    then start on the same tile one after the other, instead of each one waiting for all before it to come to its first.
+    Where programs take turns, it goes straight up, or down if turns come in rising order: see ``key_block``.
     """
     if SIZES.in_turn:
-        return last - 1 - i
+        return gl.where(rising, last - 1 - i, first + i)
     else:
         step = first + start + i
         return gl.where(step < last, step, step - (last - first))

@@ -7,8 +7,9 @@ rows each, do everything else in one loop over key tiles: issue Q K^T of tile i 
 softmax of tile i while the tensor cores work for the other consumers (they take turns).
 
 The loop runs on across the ends of query tiles: at the first key tile of the next one, P V of the last key tile of this
-one is in flight as ever, and its rows are written when it is done. So the tensor cores find work at the ends too, and
-the loop is the only copy of its code. (A study had a copy each for first, masked, full and last tiles: 150 KB.)
+one is in flight as ever, and its rows are written when it is done. So the tensor cores find work at the ends too. Where
+``hot_loop`` says so, the key tiles in the middle of a query tile have a loop of their own over the same function. (A
+study had a copy each for first, masked, full and last tiles: 150 KB of code.)
 
 Source: Shah et al., FlashAttention-3 (2024). The portable version is in ``flash_attention_triton.py``.
 """
@@ -53,7 +54,26 @@ class Rings(NamedTuple):
     posted: Any
 
 
-_Where, _Rings, _Out = gl.constexpr(Where), gl.constexpr(Rings), gl.constexpr(Out)
+class Walk(NamedTuple):
+    """Where a consumer is: key tile ``step`` of a walk down to ``first``, of which [full_first, full_end) need no mask.
+
+    ``is_first`` says whether it is the first of its query tile, ``keep`` whether the key tile before it was not.
+    """
+
+    step: Any
+    first: Any
+    full_first: Any
+    full_end: Any
+    is_first: Any
+    keep: Any
+    stage: Any
+    phase: Any
+    q_buffer: Any
+    slot: Any
+    slot_before: Any
+
+
+_Where, _Rings, _Out, _Walk = gl.constexpr(Where), gl.constexpr(Rings), gl.constexpr(Out), gl.constexpr(Walk)
 
 
 @gluon.jit
@@ -66,6 +86,9 @@ def _where(at, num_sequences, SIZES: gl.constexpr):
 
 
 # --- the producer -----------------------------------------------------------------------------------------------------
+
+
+DRAW_AHEAD = gl.constexpr(3)  # key tiles of a query tile that are left to copy when the next query tile is drawn
 
 
 @gluon.jit
@@ -120,8 +143,6 @@ def producer(descs, rings, counts, counter, packed, mask, tiles, SIZES: gl.const
     values_at = rows.coordinates(0, 0, 0, 0, 0 if SIZES.packed else seqlen_k, SIZES.packed)
     number = gl.program_id(0)
     while number < num_tiles:
-        if SIZES.queue:
-            ticket = schedule.draw(counter)
         at = schedule.place(number, num_tiles, section, seqlen_q, seqlen_k, num_sequences, packed, num_heads_q, BLOCK_M)
         where = _where(at, num_sequences, SIZES)
         first, full_first, full_end, last = key_tiles(mask, tiles, where, at.block, BLOCK_M, SIZES.block_n)
@@ -130,16 +151,23 @@ def producer(descs, rings, counts, counter, packed, mask, tiles, SIZES: gl.const
         if steps > 0:
             schedule.post(rings.board, rings.posted, slot, at, first, full_first, full_end, last, SIZES.packed)
             slot = (slot + 1) % SIZES.slots
-        for i in range(steps):
-            row = nth_tile(tiles, where, at.block, last - 1 - i) * SIZES.block_n
-            keys_at = rows.coordinates(at.batch, at.head // heads_per_kv, at.k_start, at.seqlen_k, row, SIZES.packed)
-            _copy_next(k_descs, rings.k_smem, rings.k_full, SIZES.k_free, count, keys_at, SIZES)
-            _copy_next(v_descs, rings.v_smem, rings.v_full, SIZES.v_free, count, values_at, SIZES)
-            values_at = keys_at
-            if i == 0:
-                _copy_queries(q_descs, rings, q_count, at, SIZES)
-                q_count += 1
-            count += 1
+        # As late as its way through memory allows: who has just begun a long tile must not keep the next long one from
+        # the others. (Drawn at the beginning, it cost 8 % of a causal pass at head_dim 256.)
+        draw_at = gl.maximum(steps - DRAW_AHEAD, 0)
+        kv_head = at.head // heads_per_kv
+        for part in gl.static_range(2):
+            if part == 1 and SIZES.queue:
+                ticket = schedule.draw(counter)
+            for i in range(0 if part == 0 else draw_at, draw_at if part == 0 else steps):
+                row = nth_tile(tiles, where, at.block, last - 1 - i) * SIZES.block_n
+                keys_at = rows.coordinates(at.batch, kv_head, at.k_start, at.seqlen_k, row, SIZES.packed)
+                _copy_next(k_descs, rings.k_smem, rings.k_full, SIZES.k_free, count, keys_at, SIZES)
+                _copy_next(v_descs, rings.v_smem, rings.v_full, SIZES.v_free, count, values_at, SIZES)
+                values_at = keys_at
+                if i == 0:
+                    _copy_queries(q_descs, rings, q_count, at, SIZES)
+                    q_count += 1
+                count += 1
         if SIZES.queue:
             number = schedule.drawn(ticket, num_tiles, counter)
         else:
@@ -178,24 +206,75 @@ def _indices(at, tiles, where, step, CONSUMER: gl.constexpr, SIZES: gl.constexpr
 
 
 @gluon.jit
-def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles,
-             SIZES: gl.constexpr):  # fmt: skip
-    """Compute rows 64 CONSUMER, ... of every query tile that the producer posts.
+def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles,
+              scales, walk, state, finished, EDGE: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
+    """Take one key tile: issue its Q K^T and P V of the tile before, and return the online softmax's next state.
+
+    Without EDGE the tile needs no mask, and is neither the first nor the last of its query tile. At the first, the rows
+    of the query tile before are written; their statistics are ``finished``, if not still in ``state``.
 
     Who comes to a named barrier without waiting there (``arrive``) lets go of something: of its turn, of a buffer.
     """
-    DTYPE: gl.constexpr = rings.k_smem[0].dtype
     NEXT: gl.constexpr = (CONSUMER + 1) % SIZES.consumers
+    stage, phase, step = walk.stage, walk.phase, walk.step
+    acc, p, row_max, row_sum = state
+    mbarrier.wait(rings.k_full.index(stage), phase)
+    barriers.sync(SIZES.turn + CONSUMER, 256)
+    # min(step, 0) is 0, but unknown: else the compiler makes all descriptors of Q before the loop, too many to keep.
+    q_index = walk.q_buffer * SIZES.consumers + CONSUMER + gl.minimum(step, 0)
+    s = forward_parts.issue_scores(rings, q_index, stage, SIZES)
+    mbarrier.wait(rings.v_full.index(stage), phase)
+    acc = forward_parts.issue_values(p, rings.v_smem, stage, acc, walk.keep)
+    barriers.arrive(SIZES.turn + NEXT, 256)
+    # Gluon puts a barrier of the warpgroup between two waits for one mbarrier. Here it costs nothing.
+    gl.thread_barrier()
+    s = warpgroup_mma_wait(len(acc), deps=(s,))
+    barriers.arrive(SIZES.k_free + stage, SIZES.threads)
+    if EDGE:
+        barriers.arrive_if(step == walk.first, SIZES.q_free + walk.q_buffer, SIZES.threads)
+
+    if score is not None:
+        at = schedule.read_place(rings.board, walk.slot, seqlen_q, seqlen_k, SIZES.packed)
+        where = _where(at, out.num_sequences, SIZES)
+        q_idx, start_n, offs_n = _indices(at, tiles, where, step, CONSUMER, SIZES)
+        s = score.forward(where, q_idx, start_n + offs_n, s * softmax_scale, score.args)
+    if EDGE and (step >= walk.full_end) | (step < walk.full_first):
+        at = schedule.read_place(rings.board, walk.slot, seqlen_q, seqlen_k, SIZES.packed)
+        where = _where(at, out.num_sequences, SIZES)
+        q_idx, start_n, offs_n = _indices(at, tiles, where, step, CONSUMER, SIZES)
+        s = gl.where(mask.predicate(where, q_idx, start_n + offs_n, mask.args), s, float("-inf"))
+        if start_n + SIZES.block_n > where.seqlen_k:
+            s = gl.where(offs_n < where.seqlen_k - start_n, s, float("-inf"))
+    tile_max = forward_parts.row_max_of(s)
+
+    if SIZES.wait_after == "maximum":
+        tile_max = forward_parts.finish_before_wait(tile_max)
+    if SIZES.wait_after == "exponentials":
+        p_fp32, alpha, row_max, row_sum = forward_parts.fold(s, row_max, row_sum, tile_max, scales)
+        row_sum = forward_parts.finish_before_wait(row_sum)
+    acc = forward_parts.wait_values(acc)
+    barriers.arrive(SIZES.v_free + stage, SIZES.threads)
+    if EDGE and walk.is_first:
+        at = schedule.read_place(rings.board, walk.slot_before, seqlen_q, seqlen_k, SIZES.packed)
+        logit_scale = softmax_scale if score is None else 1.0
+        if SIZES.wait_after == "exponentials":  # then row_max and row_sum are those of this query tile already
+            forward_parts.write_rows(out, acc, finished, at, logit_scale, sinks_ptr, CONSUMER, SIZES)
+        else:
+            forward_parts.write_rows(out, acc, (row_max, row_sum), at, logit_scale, sinks_ptr, CONSUMER, SIZES)
+            row_max, row_sum = forward_parts.fresh_statistics(row_max, row_sum)
+    if SIZES.wait_after != "exponentials":
+        p_fp32, alpha, row_max, row_sum = forward_parts.fold(s, row_max, row_sum, tile_max, scales)
+    acc = forward_parts.rescale_if_needed(acc, alpha)
+    return acc, gl.convert_layout(p_fp32.to(p.dtype), p.type.layout, assert_trivial=True), row_max, row_sum
+
+
+@gluon.jit
+def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles,
+             SIZES: gl.constexpr):  # fmt: skip
+    """Compute rows 64 CONSUMER, ... of every query tile that the producer posts."""
     scales = forward_parts.scales_of(softmax_scale * LOG2E if score is None else LOG2E)
-    logit_scale = softmax_scale if score is None else 1.0
-    s = forward_parts.zeros(SIZES.block_n)
-    acc = (forward_parts.zeros(SIZES.chunks_v[0]),)
-    if len(SIZES.chunks_v) == 2:
-        acc = (acc[0], forward_parts.zeros(SIZES.chunks_v[1]))
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
-    p = gl.zeros([ROWS, SIZES.block_n], DTYPE, layout=P_LAYOUT)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, s.type.layout))
-    row_sum = forward_parts.row_sum_of(s)
+    acc, p, row_max, row_sum = forward_parts.start(rings.k_smem[0].dtype, SIZES)
+    finished = (row_max, row_sum)
     stage, phase, q_buffer, q_phase, slot, slot_phase, slot_before = 0, 0, 0, 0, 0, 0, 0
     if SIZES.consumers - 1 == CONSUMER:
         barriers.arrive(SIZES.turn, 256)
@@ -204,50 +283,21 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
     live, first, full_first, full_end, last = schedule.read_walk(rings.board, 0)
     mbarrier.wait(rings.q_full.index(0), 0, pred=live)
     step = last - 1
-    any_tile, keep, writes = live, live, step < first
+    any_tile, keep, is_first = live, live, step < first  # there are no rows to write at the first tile of all
     while live:
-        is_last = step == first
-        mbarrier.wait(rings.k_full.index(stage), phase)
-        barriers.sync(SIZES.turn + CONSUMER, 256)
-        s = forward_parts.issue_scores(rings, q_buffer * SIZES.consumers + CONSUMER, stage, SIZES)
-        mbarrier.wait(rings.v_full.index(stage), phase)
-        acc = forward_parts.issue_values(p, rings.v_smem, stage, acc, keep)
-        barriers.arrive(SIZES.turn + NEXT, 256)
-        # Gluon puts a barrier of the warpgroup between two waits for one mbarrier. Here it costs nothing.
-        gl.thread_barrier()
-        s = warpgroup_mma_wait(len(acc), deps=(s,))
-        barriers.arrive(SIZES.k_free + stage, SIZES.threads)
-        barriers.arrive_if(is_last, SIZES.q_free + q_buffer, SIZES.threads)
-
-        if score is not None:
-            at = schedule.read_place(rings.board, slot, seqlen_q, seqlen_k, SIZES.packed)
-            where = _where(at, out.num_sequences, SIZES)
-            q_idx, start_n, offs_n = _indices(at, tiles, where, step, CONSUMER, SIZES)
-            s = score.forward(where, q_idx, start_n + offs_n, s * softmax_scale, score.args)
-        if (step >= full_end) | (step < full_first):
-            at = schedule.read_place(rings.board, slot, seqlen_q, seqlen_k, SIZES.packed)
-            where = _where(at, out.num_sequences, SIZES)
-            q_idx, start_n, offs_n = _indices(at, tiles, where, step, CONSUMER, SIZES)
-            s = gl.where(mask.predicate(where, q_idx, start_n + offs_n, mask.args), s, float("-inf"))
-            if start_n + SIZES.block_n > where.seqlen_k:
-                s = gl.where(offs_n < where.seqlen_k - start_n, s, float("-inf"))
-        tile_max = forward_parts.row_max_of(s)
-
-        acc = forward_parts.wait_values(acc)
-        barriers.arrive(SIZES.v_free + stage, SIZES.threads)
-        if writes:
-            at = schedule.read_place(rings.board, slot_before, seqlen_q, seqlen_k, SIZES.packed)
-            forward_parts.write_rows(out, acc, row_max, row_sum, at, logit_scale, sinks_ptr, CONSUMER, SIZES)
-            row_max, row_sum = gl.full_like(row_max, float("-inf")), gl.full_like(row_sum, 0.0)
-        keep = writes == 0  # else P V of this tile, the first of its query tile, begins a new sum
-        p_fp32, alpha, row_max, row_sum = forward_parts.fold(s, row_max, row_sum, tile_max, scales)
-        acc = forward_parts.scale_rows(acc, alpha)
-        p = gl.convert_layout(p_fp32.to(DTYPE), P_LAYOUT, assert_trivial=True)
-
+        acc, p, row_max, row_sum = _key_tile(
+            CONSUMER, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, scales,
+            _Walk(step, first, full_first, full_end, is_first, keep, stage, phase, q_buffer, slot, slot_before),
+            (acc, p, row_max, row_sum), finished, True, SIZES,
+        )  # fmt: skip
+        keep = is_first == 0  # else P V of this tile, the first of its query tile, begins a new sum
+        is_first = step == first  # the next one
         stage, phase = _next(stage, phase, SIZES.stages)
         step -= 1
-        writes = is_last
-        if is_last:
+        if is_first:
+            if SIZES.wait_after == "exponentials":
+                finished = (row_max, row_sum)
+                row_max, row_sum = forward_parts.fresh_statistics(row_max, row_sum)
             slot_before = slot
             slot, slot_phase = _next(slot, slot_phase, SIZES.slots)
             q_buffer, q_phase = _next(q_buffer, q_phase, SIZES.q_buffers)
@@ -255,11 +305,26 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
             live, first, full_first, full_end, last = schedule.read_walk(rings.board, slot)
             step = last - 1
             mbarrier.wait(rings.q_full.index(q_buffer), q_phase, pred=live)
+        if SIZES.hot_loop:
+            # Key tiles in the middle. Without branches the compiler puts more of the softmax under the products.
+            stop = gl.where(is_first | (step >= full_end), step + 1, gl.maximum(full_first, first + 1))
+            while step >= stop:
+                acc, p, row_max, row_sum = _key_tile(
+                    CONSUMER, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, scales,
+                    _Walk(step, first, full_first, full_end, is_first, keep, stage, phase, q_buffer, slot, slot_before),
+                    (acc, p, row_max, row_sum), finished, False, SIZES,
+                )  # fmt: skip
+                keep = live  # that is, true
+                stage, phase = _next(stage, phase, SIZES.stages)
+                step -= 1
     if any_tile:
         mbarrier.wait(rings.v_full.index(stage), phase)
         acc = forward_parts.wait_values(forward_parts.issue_values(p, rings.v_smem, stage, acc, keep))
         at = schedule.read_place(rings.board, slot_before, seqlen_q, seqlen_k, SIZES.packed)
-        forward_parts.write_rows(out, acc, row_max, row_sum, at, logit_scale, sinks_ptr, CONSUMER, SIZES)
+        logit_scale = softmax_scale if score is None else 1.0
+        if SIZES.wait_after != "exponentials":
+            finished = (row_max, row_sum)
+        forward_parts.write_rows(out, acc, finished, at, logit_scale, sinks_ptr, CONSUMER, SIZES)
         tma.store_wait(0)
     if CONSUMER == 0:
         barriers.sync(SIZES.turn, 256)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,6 +24,8 @@ from flashtile.kernel.tile import logaddexp, lse_from_softmax
 
 LOG2E = gl.constexpr(tile.LOG2E.value)
 HUGE_LOGIT, FAR_LOGIT = gl.constexpr(tile.HUGE_LOGIT.value), gl.constexpr(tile.FAR_LOGIT.value)
+LOWEST = gl.constexpr(torch.finfo(torch.float32).min)  # where row maxima start: unlike -inf it can be subtracted
+SLACK = gl.constexpr(8.0)  # see fold
 ROWS = gl.constexpr(64)  # of a consumer: what one wgmma takes
 
 
@@ -90,6 +93,19 @@ def zeros(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def finish_before_wait(x):
+    """Return ``x``, of two numbers per thread; the compiler keeps later waits for products behind it.
+
+    It would move them up to the first branch or barrier before. The assembly is a branch of its own, never taken.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.f32 p, $2, 0f7F800000; setp.gt.or.f32 p, $3, 0f7F800000, p;"
+        " mov.b32 $0, $2; mov.b32 $1, $3; @p nanosleep.u32 1; }",
+        "=&f,=&f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
 def scale_rows(acc, factor):
     """Multiply each row by its factor."""
     first = acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, acc[0].type.layout), assert_trivial=True)[:, None]
@@ -98,6 +114,45 @@ def scale_rows(acc, factor):
     else:
         layout: gl.constexpr = gl.SliceLayout(1, acc[1].type.layout)
         return (first, acc[1] * gl.convert_layout(factor, layout, assert_trivial=True)[:, None])
+
+
+@gluon.constexpr_function
+def _row_in_thread(i):
+    """Return which of a thread's two rows its register ``i`` of a tile belongs to: 0 0 1 1 0 0 1 1 ..."""
+    return i % 4 // 2
+
+
+@gluon.constexpr_function
+def _rescale_assembly(count):
+    """Multiply a thread's registers [0, count) by the rows' factors, in registers from 2 count on, unless all are 1."""
+    factors = 2 * count  # after the inputs that are the outputs
+    text = f"{{ .reg .pred p, q; setp.neu.f32 p, ${factors}, 0f3F800000; setp.neu.f32 q, ${factors + 2}, 0f3F800000;"
+    text += " or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE; "
+    return text + "".join(f"mul.f32 ${i}, ${i}, ${factors + 2 * _row_in_thread(i)}; " for i in range(count)) + "DONE: }"
+
+
+@gluon.constexpr_function
+def _rescale_registers(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def _rescale_if_needed(x, factor):
+    COUNT: gl.constexpr = min(64, x.shape[1] // 2)
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout), assert_trivial=True)[:, None]
+    return gl.inline_asm_elementwise(
+        _rescale_assembly(COUNT), _rescale_registers(COUNT), [x, gl.broadcast(factor, x)[0]],
+        dtype=gl.float32, is_pure=False, pack=COUNT,
+    )  # fmt: skip
+
+
+@gluon.jit
+def rescale_if_needed(acc, factor):
+    """Multiply each row by its factor, unless all the warp's factors are 1: as a rule they are, see ``fold``."""
+    if len(acc) == 1:
+        return (_rescale_if_needed(acc[0], factor),)
+    else:
+        return (_rescale_if_needed(acc[0], factor), _rescale_if_needed(acc[1], factor))
 
 
 # --- the softmax ------------------------------------------------------------------------------------------------------
@@ -109,10 +164,60 @@ def _by_thread(x):
     return gl.reshape(x, [ROWS, x.shape[1] // 8, 4, 2])
 
 
+@gluon.constexpr_function
+def _thread_max_assembly(count):
+    """For each of a thread's rows in registers [count, 2 count), write the largest entry to registers [0, 4).
+
+    IEEE numbers of which one has no sign compare like signed integers: max.s32. Where all have one, the largest is the
+    least integer: min.s32. A NaN is passed over or wins (if without a sign): its row is NaN either way, see ``fold``.
+    """
+    text = "{ .reg .s32 largest<4>, least<4>; .reg .pred p, q; "
+    # Two chains per row, of half the length. The compiler joins two of these instructions into one.
+    chains = [[i for i in range(count) if _row_in_thread(i) == row] for row in (0, 1)]
+    chains = [chain[half::2] for half in (0, 1) for chain in chains]  # chain c is of row c % 2
+
+    def of_rows(kind, name):
+        first = "".join(f"mov.b32 {name}{c}, ${count + chain[0]}; " for c, chain in enumerate(chains))
+        rest = zip(*(chain[1:] for chain in chains), strict=True)
+        each = "".join(f"{{ .reg .s32 x; mov.b32 x, ${count + i}; {kind}.s32 {name}{c}, {name}{c}, x; }} "
+                       for step in rest for c, i in enumerate(step))  # fmt: skip
+        return first + each + "".join(f"{kind}.s32 {name}{row}, {name}{row}, {name}{row + 2}; " for row in (0, 1))
+
+    text += of_rows("max", "largest")
+    text += "setp.lt.s32 p, largest0, 0; setp.lt.or.s32 p, largest1, 0, p; vote.sync.any.pred p, p, 0xffffffff; "
+    text += "@!p bra.uni DONE; " + of_rows("min", "least")
+    for row in (0, 1):
+        text += f"setp.lt.s32 q, largest{row}, 0; selp.s32 largest{row}, least{row}, largest{row}, q; "
+    return text + "DONE: " + "".join(f"mov.b32 ${i}, largest{_row_in_thread(i)}; " for i in range(count)) + "}"
+
+
+@gluon.constexpr_function
+def _thread_max_registers(count):
+    return ",".join(["=&f"] * count + ["f"] * count)
+
+
+@gluon.jit
+def _first_columns(x):
+    """Return the first 8 columns."""
+    if x.shape[1] == 8:
+        return x
+    else:
+        COLUMNS: gl.constexpr = x.shape[1] // 2
+        left, _ = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, COLUMNS]), (0, 2, 1)))
+        return _first_columns(gl.convert_layout(left, tile_layout(COLUMNS), assert_trivial=True))
+
+
 @gluon.jit
 def row_max_of(s):
-    """Return the largest entry by row. (Neighbours first: one chain of comparisons would be twice as long.)"""
-    largest = gl.max(gl.max(gl.max(_by_thread(s), 3), 1), 1)
+    """Return the largest entry by row, as the floats' maximum gives it, but of integers.
+
+    sm_90 takes the larger of three integers in one instruction, of floats of two.
+    """
+    COUNT: gl.constexpr = s.shape[1] // 2
+    by_thread = gl.inline_asm_elementwise(
+        _thread_max_assembly(COUNT), _thread_max_registers(COUNT), [s], dtype=gl.float32, is_pure=False, pack=COUNT
+    )
+    largest = gl.max(gl.max(gl.max(_by_thread(_first_columns(by_thread)), 3), 1), 1)
     return gl.convert_layout(largest, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
 
 
@@ -120,6 +225,24 @@ def row_max_of(s):
 def row_sum_of(p):
     """Return the sums by row and thread, (rows, 4): the threads' sums are added up when a query tile ends."""
     return gl.sum(gl.sum(_by_thread(p), 3), 1)
+
+
+@gluon.jit
+def start(DTYPE: gl.constexpr, SIZES: gl.constexpr):
+    """Return the online softmax's state before the first key tile: O, P, and each row's maximum and sum."""
+    acc = (zeros(SIZES.chunks_v[0]),)
+    if len(SIZES.chunks_v) == 2:
+        acc = (acc[0], zeros(SIZES.chunks_v[1]))
+    layout: gl.constexpr = tile_layout(SIZES.block_n)
+    p = gl.zeros([ROWS, SIZES.block_n], DTYPE, layout=gl.DotOperandLayout(0, acc[0].type.layout, 2))
+    row_max = gl.full([ROWS], LOWEST, gl.float32, layout=gl.SliceLayout(1, layout))
+    return acc, p, row_max, row_sum_of(zeros(SIZES.block_n))
+
+
+@gluon.jit
+def fresh_statistics(row_max, row_sum):
+    """Return the maxima and sums of rows that have seen no key yet."""
+    return gl.full_like(row_max, LOWEST), gl.full_like(row_sum, 0.0)
 
 
 @gluon.jit
@@ -132,15 +255,19 @@ def scales_of(scale_log2):
 def fold(s, row_max, row_sum, tile_max, scales):
     """One step of the online softmax: ``tile.softmax_step``, which has the reasons, with sums by thread.
 
+    ``row_max`` moves only where P would else exceed 2^SLACK: that cancels in P / row_sum, and alpha is 1 as a rule.
+    A row that has seen no key keeps ``row_max = LOWEST`` and gets ``p = 0``. A NaN among the logits, or +inf, makes P
+    and so the row NaN; ``row_max`` is never NaN.
+
     Returns ``(p, alpha, new_max, new_sum)``.
     """
     scale_log2, exact, huge = scales
     new_max = gl.maximum(row_max, tile_max)
-    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    exact = gl.where(gl.abs(shift) > FAR_LOGIT, gl.minimum(exact, 1.0), exact)
-    scale = gl.where(gl.abs(shift) > huge, exact, scale_log2)
-    p = gl.exp2(s * scale[:, None] - (shift * scale)[:, None])
-    alpha = gl.exp2((row_max - shift) * scale)
+    new_max = gl.where((new_max - row_max) * scale_log2 > SLACK, new_max, row_max)
+    exact = gl.where(gl.abs(new_max) > FAR_LOGIT, gl.minimum(exact, 1.0), exact)
+    scale = gl.where(gl.abs(new_max) > huge, exact, scale_log2)
+    p = gl.exp2(s * scale[:, None] - (new_max * scale)[:, None])
+    alpha = gl.exp2((row_max - new_max) * scale)
     kept = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)[:, None]
     return p, alpha, new_max, kept + row_sum_of(p)
 
@@ -181,11 +308,13 @@ def _write_output(out, acc, at, row, CONSUMER: gl.constexpr, SIZES: gl.constexpr
 
 
 @gluon.jit
-def write_rows(out, acc, row_max, row_sum, at, logit_scale, sinks_ptr, CONSUMER: gl.constexpr, SIZES: gl.constexpr):
-    """Write O and LSE of this consumer's rows of a query tile."""
+def write_rows(out, acc, statistics, at, logit_scale, sinks_ptr, CONSUMER: gl.constexpr, SIZES: gl.constexpr):
+    """Write O and LSE of this consumer's rows of a query tile, of which ``statistics`` are (row_max, row_sum)."""
+    row_max, row_sum = statistics
     layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     total = gl.convert_layout(gl.sum(row_sum, 1), layout, assert_trivial=True)
-    lse = lse_from_softmax(gl.convert_layout(row_max, layout, assert_trivial=True), total, logit_scale)
+    row_max = gl.where(total == 0.0, float("-inf"), gl.convert_layout(row_max, layout, assert_trivial=True))
+    lse = lse_from_softmax(row_max, total, logit_scale)
     factor = 1.0 / gl.where(total == 0.0, 1.0, total)
     if sinks_ptr is not None:
         with_sink = logaddexp(lse, gl.load(sinks_ptr + at.head).to(gl.float32))

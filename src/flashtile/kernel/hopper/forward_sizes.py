@@ -32,6 +32,8 @@ class Sizes:
     o_buffers: Any  # how many of those there is room for
     queue: Any
     packed: Any
+    hot_loop: Any  # whether the key tiles in the middle of a walk have a loop of their own
+    wait_after: Any  # what of the softmax is done before P V is waited for: "nothing", "maximum" or "exponentials"
     registers_consumer: Any
     registers_producer: Any
     threads: Any  # of a barrier between all consumers and the producer
@@ -73,11 +75,15 @@ def sizes(chunks: tuple[int, ...], chunks_v: tuple[int, ...], config: HopperConf
     v_free, q_free = k_free + config.stages, k_free + 2 * config.stages
     if q_free + q_buffers > barriers.MOST:
         raise ValueError(f"{config} needs more than the {barriers.MOST} named barriers that there are")
+    hot_loop = config.consumers == 2 and 64 < max(columns, columns_v) <= 128  # where measured to be faster
+    # Exponentials that wait for P V are 64 registers more, which there are in the hot loop only.
+    wait_after = "exponentials" if hot_loop else "maximum" if config.consumers == 2 else "nothing"
     number = gl.constexpr
     return Sizes(
         number(config.block_n), number(config.consumers), number(config.stages), number(q_buffers),
         tuple(map(number, chunks_v)), number(o_width), number(o_buffers),
-        number(queue), number(packed), number(config.registers_consumer), number(config.registers_producer),
+        number(queue), number(packed), number(hot_loop), number(wait_after),
+        number(config.registers_consumer), number(config.registers_producer),
         number(128 * config.consumers + 32), number(config.stages + 3),
         number(turn), number(k_free), number(v_free), number(q_free),
     )  # fmt: skip

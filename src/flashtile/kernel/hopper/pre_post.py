@@ -36,21 +36,34 @@ def _tile_number(at, packed, num_heads, tiles_per_head, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def next_block(mask, where, m_block, block, SIZES: tl.constexpr):
-    """Return the first block of keys from ``block`` on that walks over a tile of queries, or the number of blocks."""
+def in_order(block, num_blocks, rising):
+    """Return the place of a block of keys in rising or falling order; and likewise the block in a place."""
+    return tl.where(rising, block, num_blocks - 1 - block)
+
+
+@triton.jit
+def next_turn(mask, where, m_block, turn, rising, SIZES: tl.constexpr):
+    """Return the first turn from ``turn`` on whose block of keys walks over a tile of queries, or the number of blocks.
+
+    Turns at a tile of dQ come in rising or falling order of the blocks.
+    """
     num_blocks = tl.cdiv(where.seqlen_k, SIZES.block_n)
     visits = False
-    while (block < num_blocks) & (visits == 0):
+    while (turn < num_blocks) & (visits == 0):
+        block = in_order(turn, num_blocks, rising)
         first, _, _, last = query_tiles(mask, None, where, block, SIZES.block_m, SIZES.block_n)
         visits = (first <= m_block) & (m_block < last)
-        block += tl.where(visits, 0, 1)
-    return block
+        turn += tl.where(visits, 0, 1)
+    return turn
 
 
-@triton.jit(do_not_specialize=["lse_stride", "num_heads", "seqlen_q", "seqlen_k", "num_sequences", "tiles_per_head"])
+@triton.jit(
+    do_not_specialize=["lse_stride", "num_heads", "seqlen_q", "seqlen_k", "num_sequences", "tiles_per_head",
+                       "first_rising"]
+)  # fmt: skip
 def before_kernel(
-    do_ptr, o_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, turns_ptr, dq_sum_ptr, do_strides, o_strides, lse_stride,
-    num_heads, seqlen_q, seqlen_k, num_sequences, tiles_per_head, packed, mask,
+    do_ptr, o_ptr, lse_ptr, dlse_ptr, lse_log2_ptr, delta_ptr, turns_ptr, do_strides, o_strides, lse_stride,
+    num_heads, seqlen_q, seqlen_k, num_sequences, tiles_per_head, packed, mask, first_rising,
     HEAD_DIM_V: tl.constexpr, CHUNKS_V: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
     """Program (m_block, head, sequence) writes ``rowsum(dO * O) - dlse``, the LSE in log2, and first turns.
@@ -63,13 +76,10 @@ def before_kernel(
         return
     tile = _tile_number(at, packed, num_heads, tiles_per_head, BLOCK_M)
     turn = tile * 0
-    if SIZES.zeroed:
-        for i in tl.static_range(SIZES.head_dim // 32):
-            start = tile * (BLOCK_M * SIZES.head_dim) + i * (BLOCK_M * 32)
-            tl.store(dq_sum_ptr + start + tl.arange(0, BLOCK_M * 32), tl.zeros([BLOCK_M * 32], tl.float32))
     if SIZES.in_turn:
         where = _Where(at.sequence, at.head, at.seqlen_q, at.seqlen_k)
-        turn += next_block(mask, where, at.block, at.block * 0, SIZES) + _UNTOUCHED
+        rising = at.batch * num_heads + at.head >= first_rising
+        turn += next_turn(mask, where, at.block, at.block * 0, rising, SIZES) + _UNTOUCHED
     tl.store(turns_ptr + 2 * tile + tl.arange(0, 2), turn.to(tl.int32))
     rows = tl.arange(0, BLOCK_M)
     start_m = at.block * BLOCK_M
@@ -107,8 +117,6 @@ def after_kernel(
     for consumer in tl.static_range(2):
         turn = tl.load(turns_ptr + 2 * tile + consumer)
         touched = turn < _UNTOUCHED if SIZES.in_turn else turn != 0
-        if SIZES.zeroed:
-            touched = turn == 0
         for part in tl.static_range(parts(consumer, SIZES)):
             _store_part(sum_ptr, touched, dq_ptr, dq_strides, softmax_scale, at.seqlen_q - start_m, consumer, part,
                         HEAD_DIM, SIZES)  # fmt: skip

@@ -12,6 +12,7 @@ it writes what the others need on a board in shared memory.
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from triton.experimental import gluon
@@ -151,8 +152,15 @@ def counter_of(device: torch.device) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     counter = _counters.get(key)
-    if counter is None:
-        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    if counter is None:  # in another thread: torch.compile's graphs own what their thread allocates while they warm up
+        with ThreadPoolExecutor(1) as thread:
+            counter = _counters[key] = thread.submit(_zero, device).result()
+    return counter
+
+
+def _zero(device: torch.device) -> torch.Tensor:
+    counter = torch.zeros(1, dtype=torch.int32, device=device)
+    torch.cuda.synchronize(device)
     return counter
 
 
