@@ -117,14 +117,18 @@ def test_what_the_hopper_kernels_leave_to_the_portable_ones(plain_cpu, changes, 
 
 
 @needs_triton
-def test_deterministic_gradients_of_wide_heads_take_the_portable_backward_pass(plain_cpu):
-    request_ = H200._replace(asks=("deterministic gradients",))
-    assert (select(request_).backend, select(request_).backward) == ("hopper", "hopper")
-    request_ = request_._replace(head_dim=192)
+def test_deterministic_gradients_keep_the_kernels(plain_cpu):
+    plan = select(H200._replace(asks=("deterministic gradients",)))
+    assert (plan.backend, plan.backward) == ("hopper", "hopper")
+
+
+@needs_triton
+def test_gradients_of_wide_heads_take_the_portable_backward_pass(plain_cpu):
+    request_ = H200._replace(head_dim=192)
     plan = select(request_)
     assert (plan.backend, plan.backward) == ("hopper", "triton")
     assert set(plan.launch) == {"hopper_forward", "backward_dq", "backward_dkdv"}
-    assert "backward by   triton: hopper has deterministic gradients up to head_dim 128" in explain(request_)
+    assert "backward by   triton: hopper leaves gradients of head_dim above 128 alone" in explain(request_)
 
 
 @needs_triton

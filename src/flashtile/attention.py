@@ -138,8 +138,7 @@ def flash_attention(
         generator: what the seed is drawn from, which advances; the default generator of q's device if None.
         deterministic: gradients are bit-identical from run to run. So they are anyway, except those of q from the
             backend "hopper", which adds them up in the order in which its programs come by; there this (or
-            ``torch.use_deterministic_algorithms``) has them take turns, and takes the backward pass of "triton" for
-            head_dim above 128.
+            ``torch.use_deterministic_algorithms``) has them take turns.
         differentiable_twice: compute by plain PyTorch operations, one block of queries at a time, which can be
             differentiated any number of times in every mode; slower, O(n * block) memory for first derivatives in eager
             mode (compilers and torch.func transforms keep every block).

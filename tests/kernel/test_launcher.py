@@ -49,7 +49,7 @@ class FakeKernel:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(launcher, "has_copy_engine", lambda device: True)
-    monkeypatch.setattr(launcher, "_make_context_current", lambda device: None)
+    monkeypatch.setattr(launcher, "prepare", lambda device: None)
     monkeypatch.setattr(launcher, "_as_triton", lambda arg: arg)
     monkeypatch.setattr(launcher, "_encode", lambda descriptor, encoding: [f"map of {tuple(descriptor.shape)}"])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)

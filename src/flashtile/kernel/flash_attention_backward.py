@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from flashtile.dropout import Dropout
-from flashtile.kernel import launch, launcher, seqlen, tile_lists
+from flashtile.kernel import launch, launcher, replay, seqlen, tile_lists
 from flashtile.kernel.dropout import keep
 from flashtile.kernel.layout import empty_in_order_of
 from flashtile.kernel.seqlen import place
@@ -247,17 +247,24 @@ def backward(
     # The copy engine reads rows that are multiples of 16 bytes; with 16 numbers no length compiles another kernel.
     scratch_length = seqlen.scratch_length(seqlens, seqlen_q)
     row_stride = launch.ceil_div(scratch_length, 16) * 16
-    lse_log2, delta = torch.empty((2, batch * num_heads_q, row_stride), dtype=torch.float32, device=q.device)
+    scratch = torch.empty((2, batch * num_heads_q, row_stride), dtype=torch.float32, device=q.device)
+    dlse = None if dlse is None else dlse.contiguous()
+    rest = (softmax_scale, config_dq, config_dkdv)
+    options = replay.options("backward", q.device, mask, rest, score, dropout, seqlens)
+    call = replay.Call(options, (do, q, k, v, o, lse, dlse, dq, dk, dv, scratch), q.device)
+    if call.again():
+        return dq, dk, dv
+    lse_log2, delta = scratch
     device_score, device_dropout = launcher.score_on_device(score, q, k), launcher.dropout_on_device(dropout)
     scalars = (softmax_scale, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k)
-    with launch.on_device(q.device):
+    with launch.on_device(q.device), call.noted():
         config = config_dq
         (do_src, do_strides), (q_src, q_strides) = (launcher.operand(t, config.block_m) for t in (do, q))
         (k_src, k_strides), (v_src, v_strides) = (launcher.operand(t, config.block_n) for t in (k, v))
         num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m)
         device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, False)
         args = (
-            do_src, q_src, k_src, v_src, o, lse, None if dlse is None else dlse.contiguous(), dq, lse_log2, delta,
+            do_src, q_src, k_src, v_src, o, lse, dlse, dq, lse_log2, delta,
             do_strides, q_strides, k_strides, v_strides, launcher.strides_of(o), launcher.strides_of(dq),
             seqlen_q, row_stride, *scalars, num_sequences, packed, device_mask, device_score, device_dropout, tiles,
         )  # fmt: skip

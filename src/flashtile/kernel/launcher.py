@@ -7,8 +7,10 @@ ones call the compiled kernel's launcher directly. Whatever Triton specialises o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -126,31 +128,51 @@ def run(
     if not has_copy_engine(device):  # the interpreter, and GPUs where Triton specialises on more than is keyed here
         kernel[(programs,)](*args, **constants, **config.options())
         return
-    _make_context_current(device)
+    prepare(device)
     key = (kernel.fn, device.index, config, *constants.values(), *_key(args, _free(kernel)))
     known = _compiled.get(key)
-    if known is None or _hooked():
+    made = getattr(_thread, "made", None)
+    if known is None or hooked():
         compiled = kernel[(programs,)](*(_as_triton(arg) for arg in args), **constants, **config.options())
         if len(_compiled) >= _MOST_REMEMBERED:
             _compiled.clear()
         _compiled[key] = _Compiled(compiled, _c_launcher(compiled), list(compiled.metadata.tensordesc_meta or ()))
+        if made is not None:
+            made.append((None, programs, args, []))
         return
-    compiled, c_launch, encodings = known
     final: list[Any] = []
-    encoding = iter(encodings)
+    encoding = iter(known.encodings)
     for arg in args:
         if type(arg) is Descriptor:
-            final += _tensor_map(arg, next(encoding))
+            final += tensor_map(arg, next(encoding))
         else:
             final.append(arg)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    c_launch(
-        programs, 1, 1, stream, compiled.function, False, False, None, None,
-        compiled.packed_metadata, None, None, None, *final, *constants.values(),
+    final += constants.values()
+    launch(known, programs, torch._C._cuda_getCurrentRawStream(device.index), final)
+    if made is not None:
+        made.append((known, programs, args, final))
+
+
+def launch(known: _Compiled, programs: int, stream: int, args: list) -> None:
+    """Launch a compiled kernel; tensors among ``args`` may be given by their addresses."""
+    kernel = known.kernel
+    known.launch(
+        programs, 1, 1, stream, kernel.function, False, False, None, None,
+        kernel.packed_metadata, None, None, None, *args,
     )  # fmt: skip
 
 
-def _hooked() -> bool:
+@contextlib.contextmanager
+def watched() -> Iterator[list[tuple]]:
+    """Collect this thread's launches inside: (compiled kernel or None, programs, args, args as they were launched)."""
+    _thread.made = made = []
+    try:
+        yield made
+    finally:
+        _thread.made = None
+
+
+def hooked() -> bool:
     """Return whether a profiler asked Triton to be told of launches."""
     hook = knobs.runtime.launch_enter_hook
     return bool(getattr(hook, "calls", hook))  # a chain of hooks since Triton 3.5
@@ -206,7 +228,7 @@ def _free(kernel: Any) -> tuple[int, ...]:
     return tuple(kernel.arg_names.index(name) for name in kernel.do_not_specialize)
 
 
-def _tensor_map(descriptor: Descriptor, encoding: dict) -> list:
+def tensor_map(descriptor: Descriptor, encoding: dict) -> list:
     """Return the encoded tensor map with its shape and strides, as the C launcher takes them.
 
     The map holds an address, a shape and strides, so it stays right for any tensor that later has the same ones.
@@ -236,7 +258,7 @@ def _c_launcher(compiled: Any) -> Any:
     return launch
 
 
-def _make_context_current(device: torch.device) -> None:
+def prepare(device: torch.device) -> None:
     """Give this thread a CUDA context: autograd's worker threads start without one, and encoding a map needs it."""
     ready = _thread.__dict__.setdefault("devices", set())
     if device.index not in ready:

@@ -29,7 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from flashtile.dropout import Dropout
-from flashtile.kernel import launch, launcher, seqlen, tile_lists
+from flashtile.kernel import launch, launcher, replay, seqlen, tile_lists
 from flashtile.kernel.hopper import backward_narrow, backward_sizes, backward_wide, rows, schedule
 from flashtile.kernel.hopper.backward_movers import loader, reducer
 from flashtile.kernel.hopper.backward_parts import (
@@ -220,6 +220,13 @@ def backward(
     per_query = num_tiles * size.block_m
     lengths = [per_query, per_query, per_query * size.head_dim, 2 * num_tiles]
     scratch = torch.empty(sum(lengths), dtype=torch.float32, device=q.device)
+    counter = schedule.counter_of(q.device)
+    dlse = None if dlse is None else dlse.contiguous()
+    rest = (softmax_scale, deterministic, config)
+    options = replay.options("hopper_backward", q.device, mask, rest, score, seqlens)
+    call = replay.Call(options, (do, q, k, v, o, lse, dlse, dq, dk, dv, scratch, counter), q.device)
+    if call.again():
+        return dq, dk, dv
     lse_log2, delta, dq_sum, turns = scratch.split(lengths)
     turns = turns.view(torch.int32)
     if deterministic and mask.key_range is None:  # lists do not say which other blocks of keys walk over a tile
@@ -231,7 +238,7 @@ def backward(
     first_rising = rising * group
     where = (num_heads_q, seqlen_q, seqlen_k, num_sequences, tiles_per_head, packed)
     before = (
-        do, o, lse, None if dlse is None else dlse.contiguous(), lse_log2, delta, turns,
+        do, o, lse, dlse, lse_log2, delta, turns,
         launcher.strides_of(do), launcher.strides_of(o), seqlen_q, *where, device_mask if deterministic else None,
         first_rising,
     )  # fmt: skip
@@ -243,12 +250,12 @@ def backward(
         rows.described(dk, *key_rows), rows.described(dv, *key_rows),
         Descriptor(dq_sum, (dq_sum.numel() // 32, 32), (32, 1), (ROWS.value, BOX.value), _fp32_layout(2)),
         softmax_scale, num_works, section, num_heads_q, group, seqlen_q, seqlen_k, num_sequences, tiles_per_head,
-        turns, first_rising, schedule.counter_of(q.device), packed, device_mask,
+        turns, first_rising, counter, packed, device_mask,
         launcher.score_on_device(score, q, k), tiles,
     )  # fmt: skip
     after = (dq_sum, turns, dq, launcher.strides_of(dq), softmax_scale, *where)
     of_v = {"HEAD_DIM_V": head_dim_v, "CHUNKS_V": head_dim_chunks(head_dim_v), "SIZES": size}
-    with launch.on_device(q.device):
+    with launch.on_device(q.device), call.noted():
         launcher.run(before_kernel, num_tiles, q.device, before, of_v, config)
         programs = min(num_works, schedule.multiprocessors(q.device))
         launcher.run(backward_kernel, programs, q.device, args, {"SIZES": size}, config)

@@ -15,7 +15,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.kernel.hopper import barriers, rows
 from flashtile.kernel.hopper.backward_parts import (
@@ -311,7 +311,6 @@ def _add_in_turn(consumer: gl.constexpr, first_tile, first, last, turns, rising,
 def _start(part: gl.constexpr, consumer: gl.constexpr, tile, alone, copies, buffers, signals, SIZES: gl.constexpr):
     """Store a part of a share if the program is the first there, else add it; let go of the buffer when it is read."""
     BOXES_PER_TILE: gl.constexpr = SIZES.block_m * SIZES.head_dim // (ROWS * BOX)
-    fence_async_shared()
     box = tile * BOXES_PER_TILE + first_box(consumer, SIZES) + part * SIZES.dq_kept
     for i in gl.static_range(boxes_in(part, consumer, SIZES)):
         smem = buffers.dq.index(consumer * SIZES.dq_kept + i)

@@ -263,6 +263,7 @@ def store_dq(consumer: gl.constexpr, dq, number, buffers, signals, BOXES: gl.con
     x = dq.reshape([4, 2, 8, 4 * BOXES, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([ROWS * BOXES, BOX])
     smem = buffers.dq.index(consumer * SIZES.dq_kept)
     smem._reinterpret(gl.float32, [ROWS * BOXES, BOX], smem.layout).store(x)
+    fence_async_shared()  # by those who wrote: the copy engine reads past the order that a barrier gives to loads
     barriers.arrive(DQ_READY + consumer, REDUCER_AND_CONSUMER)
 
 
