@@ -43,10 +43,10 @@ def copied_in_blocks(t: Tensor) -> bool:
     It wants dense rows, every other stride and the address in multiples of 16 bytes, and at least one entry. (The
     stride of a dimension of size 1 says nothing.)
     """
-    strides, shape, unit = t.stride(), t.shape, 16 // t.itemsize
-    return (
-        strides[3] == 1
-        and all(strides[i] % unit == 0 or shape[i] == 1 for i in range(3))
-        and t.data_ptr() % 16 == 0
-        and t.numel() > 0
-    )
+    batch, heads, rows, columns = t.stride()
+    if columns != 1 or t.data_ptr() % 16 or t.numel() == 0:
+        return False
+    unit = 16 // t.itemsize
+    if (batch | heads | rows) % unit == 0:
+        return True
+    return all(stride % unit == 0 or size == 1 for stride, size in zip((batch, heads, rows), t.shape[:3], strict=True))

@@ -72,10 +72,10 @@ class Call:
         if options is None:
             return
         self._starts = [0 if t is None else t.data_ptr() for t in tensors]
-        self._key = (
-            options, device.index, *(start & 15 for start in self._starts),
-            *(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors),
-        )  # fmt: skip
+        key: list[Any] = [options, device.index]
+        for t, start in zip(tensors, self._starts, strict=True):
+            key += (None,) if t is None else (start & 15, t.dtype, t.shape, t.stride())
+        self._key = tuple(key)
 
     def again(self) -> bool:
         """Make the launches of an earlier call again; return False, and launch nothing, if they are not known."""
