@@ -172,6 +172,8 @@ def test_what_is_worked_out_every_time(monkeypatch):
     device = torch.device("cpu")
     assert replay.options("forward", device, mask.window(8, 0), (), None)
     assert not replay.options("forward", device, mask.document(torch.zeros(64, dtype=torch.int32)), (), None)
+    document = mask.document(torch.zeros(64, dtype=torch.int32)) & mask.causal()
+    assert not replay.options("forward", device, document, (), None)
     assert not replay.options("forward", device, mask.causal().without_ranges(), (), None)
     assert not replay.options("forward", device, mask.causal(), (), object())
     monkeypatch.setattr(launcher, "has_copy_engine", lambda device: False)

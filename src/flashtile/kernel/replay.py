@@ -163,7 +163,8 @@ def options(name: str, device: torch.device, mask: Mask, rest: tuple, *absent: A
 
 
 def holds_tensor(arg: Any) -> bool:
-    """Return whether a tensor is somewhere in nested tuples."""
+    """Return whether a tensor is somewhere in nested tuples and masks."""
+    arg = arg.args if isinstance(arg, Mask) else arg
     return isinstance(arg, torch.Tensor) or (isinstance(arg, tuple) and any(map(holds_tensor, arg)))
 
 

@@ -226,16 +226,17 @@ def _in_same_document(where, position, k_idx, args):
 
 def _document_predicate(where, q_idx, k_idx, args):
     position = q_idx + (where.seqlen_k - where.seqlen_q)
-    if along_rows(k_idx):
-        # The backward pass for keys has no registers left for a table read along its columns (it spilled 568 bytes at
-        # head_dim 64 on sm_90). If each document is in one piece, start and end of each key's tell as much.
-        if gather(args[8], 0, 1) != 0:
-            start, end = _entries(where, k_idx, args, 3), _entries(where, k_idx, args, 4)
-            visible = (position >= start) & (position < end)
-        else:
-            visible = _in_same_document(where, position, k_idx, args)
-    else:
+    # A thread holds few rows of a tile and many columns: a table read along the columns is dozens of loads, and as many
+    # registers (568 bytes spilled at head_dim 64, sm_90). If each document is in one piece, the start and end of each
+    # row's tell as much.
+    if gather(args[8], 0, 1) == 0:
         visible = _in_same_document(where, position, k_idx, args)
+    elif along_rows(k_idx):
+        start, end = _entries(where, k_idx, args, 3), _entries(where, k_idx, args, 4)
+        visible = (position >= start) & (position < end)
+    else:
+        start, end = _entries(where, position, args, 3), _entries(where, position, args, 4)
+        visible = (k_idx >= start) & (k_idx < end)
     return visible & (position >= 0)
 
 

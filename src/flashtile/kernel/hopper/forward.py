@@ -88,7 +88,8 @@ def _where(at, num_sequences, SIZES: gl.constexpr):
 # --- the producer -----------------------------------------------------------------------------------------------------
 
 
-DRAW_AHEAD = gl.constexpr(3)  # key tiles of a query tile that are left to copy when the next query tile is drawn
+# How many key tiles of a query tile are left to copy when the next query tile is drawn; all of them in a short walk.
+DRAW_AHEAD, SHORT_WALK = gl.constexpr(3), gl.constexpr(8)
 
 
 @gluon.jit
@@ -153,7 +154,7 @@ def producer(descs, rings, counts, counter, packed, mask, tiles, SIZES: gl.const
             slot = (slot + 1) % SIZES.slots
         # As late as its way through memory allows: who has just begun a long tile must not keep the next long one from
         # the others. (Drawn at the beginning, it cost 8 % of a causal pass at head_dim 256.)
-        draw_at = gl.maximum(steps - DRAW_AHEAD, 0)
+        draw_at = gl.where(steps > SHORT_WALK, steps - DRAW_AHEAD, 0)
         kv_head = at.head // heads_per_kv
         for part in gl.static_range(2):
             if part == 1 and SIZES.queue:
@@ -435,8 +436,10 @@ def forward(
         k, v = (k.new_zeros(batch, num_heads_kv, 1, columns) for columns in (head_dim, head_dim_v))
         mask = full()
     config = config or launch.lookup_hopper("hopper_forward", head_dim, head_dim_v, q.dtype)
-    if config.consumers == 3 and (score is not None or (mask.key_range is None and seqlens is None)):
-        # Scores want registers that three consumers do not leave; tile lists are made for a power of two of queries.
+    listed = mask.key_range is None and seqlens is None
+    if config.consumers == 3 and (score is not None or listed or replay.holds_tensor(mask.args)):
+        # Scores and tables want registers that three consumers do not leave; tile lists are made for a power of two of
+        # queries.
         config = two_consumers(config)
     alike = seqlens is None and is_full(mask)  # all query tiles take the same time
     queue = config.schedule == "queue" and not alike
