@@ -166,6 +166,33 @@ def test_tensors_at_one_address_are_never_mixed_up(run, launches, monkeypatch):
     assert not was_again(launches, monkeypatch, run, t)
 
 
+@PASSES
+def test_notes_keep_no_tensor_alive(run, launches):
+    t = tensors()
+    for _ in range(3):
+        run(t)
+    (noted,) = replay._calls.values()
+    assert not any(isinstance(arg, torch.Tensor) for launch in noted for arg in launch.args)
+
+
+@PASSES
+def test_the_context_comes_before_tensor_maps(run, launches, monkeypatch):
+    """A thread of autograd's may make its first launch from notes."""
+    for _ in range(2):
+        run(tensors())
+    order, encode = [], launcher._encode
+    monkeypatch.setattr(launcher, "prepare", lambda device: order.append("prepare"))
+    monkeypatch.setattr(launcher, "_encode", lambda *what: order.append("encode") or encode(*what))
+    run(tensors())
+    assert order[0] == "prepare"
+    assert "encode" in order
+
+
+def test_a_whole_number_is_not_a_float():
+    number, real = (replay._kinds((value, (value,))) for value in (2, 2.0))
+    assert number != real
+
+
 def test_what_is_worked_out_every_time(monkeypatch):
     """Masks that hold tensors, anything but plain attention, and GPUs without the direct launch."""
     monkeypatch.setattr(launcher, "has_copy_engine", lambda device: True)

@@ -82,16 +82,18 @@ class Call:
         known = None if self._key is None else _calls.get(self._key)
         if known is None or launcher.hooked():
             return False
-        ready, starts = [], self._starts
-        for launch in known:
-            args = launch.args.copy()
-            for position, which, offset in launch.addresses:
-                args[position] = starts[which] + offset
-            for map_ in launch.maps:
-                args[map_.position] = map_.at(starts[map_.which] + map_.offset, self._tensors[map_.which])  # pyright: ignore[reportArgumentType]
-            ready.append(args)
+        starts = self._starts
         with on_device(self._device):
-            launcher.prepare(self._device)
+            launcher.prepare(self._device)  # encoding a map takes a context
+            ready = []
+            for launch in known:
+                args = launch.args.copy()
+                for position, which, offset in launch.addresses:
+                    args[position] = starts[which] + offset
+                for map_ in launch.maps:
+                    tensor: Any = self._tensors[map_.which]
+                    args[map_.position] = map_.at(starts[map_.which] + map_.offset, tensor)
+                ready.append(args)
             stream = torch._C._cuda_getCurrentRawStream(self._device.index)
             for launch, args in zip(known, ready, strict=True):
                 launcher.launch(launch.compiled, launch.programs, stream, args)
@@ -134,7 +136,10 @@ class Call:
                 return None
             else:
                 position += 1
-        return _Launch(compiled, programs, list(final), addresses, maps)
+        pattern = list(final)
+        for position in (*(a[0] for a in addresses), *(m.position for m in maps)):
+            pattern[position] = None  # or these tensors would stay alive
+        return _Launch(compiled, programs, pattern, addresses, maps)
 
     def _place(self, address: int) -> tuple[int, int] | None:
         """Return which tensor an address is in and how far from its start; None if that is not the only one."""
@@ -159,13 +164,19 @@ def options(name: str, device: torch.device, mask: Mask, rest: tuple, *absent: A
         return None
     if not launcher.has_copy_engine(device):
         return None
-    return name, mask.predicate, mask.key_range, mask.query_range, mask.args, *rest
+    return name, mask.predicate, mask.key_range, mask.query_range, mask.args, _kinds(mask.args), *rest
 
 
 def holds_tensor(arg: Any) -> bool:
     """Return whether a tensor is somewhere in nested tuples and masks."""
     arg = arg.args if isinstance(arg, Mask) else arg
     return isinstance(arg, torch.Tensor) or (isinstance(arg, tuple) and any(map(holds_tensor, arg)))
+
+
+def _kinds(args: Any) -> Any:
+    """Return the types in nested tuples and masks, because 2 == 2.0 and kernels are compiled for one of them."""
+    args = args.args if isinstance(args, Mask) else args
+    return tuple(map(_kinds, args)) if isinstance(args, tuple) else type(args)
 
 
 def _extent(t: torch.Tensor) -> int:

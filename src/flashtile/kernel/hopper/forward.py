@@ -444,7 +444,7 @@ def forward(
     alike = seqlens is None and is_full(mask)  # all query tiles take the same time
     queue = config.schedule == "queue" and not alike
     counter = schedule.counter_of(q.device) if queue else None
-    options = replay.options("hopper_forward", q.device, mask, (softmax_scale, config), score, seqlens)
+    options = replay.options("hopper_forward", q.device, mask, (softmax_scale, seqlen_k, config), score, seqlens)
     call = replay.Call(options, (q, k, v, o, lse, counter, sinks), q.device)
     if call.again():
         return o, lse
