@@ -22,6 +22,7 @@ from triton import knobs
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, find_paths_if
 
 from flashtile import mask
@@ -117,7 +118,7 @@ def launches(arch: str, call: Callable[[], Any]) -> list[Launch]:
 
 
 def compile_launch(launched: Launch, arch: str):
-    """Compile a recorded launch, specialised by Triton's own rules."""
+    """Compile a recorded launch of a kernel in Triton or Gluon, specialised by Triton's own rules."""
     fn, args, constants, config = launched
     target = target_of(arch)
     backend = make_backend(target)
@@ -132,7 +133,8 @@ def compile_launch(launched: Launch, arch: str):
     constexprs = {path: _at(values, path) for path in find_paths_if(types, lambda _, kind: kind == "constexpr")}
     attributes = find_paths_if(keys, lambda _, key: isinstance(key, str))
     attributes = {path: backend.parse_attr(_at(keys, path)) for path in attributes}
-    source = ASTSource(fn, dict(zip(fn.arg_names, types, strict=True)), constexprs, attributes)
+    kind = GluonASTSource if fn.is_gluon() else ASTSource
+    source = kind(fn, dict(zip(fn.arg_names, types, strict=True)), constexprs, attributes)
     return triton.compile(source, target=target, options=config.options())
 
 

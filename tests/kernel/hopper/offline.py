@@ -9,19 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import triton
 from triton import knobs
-from triton._C.libtriton import native_specialize_impl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import find_paths_if
 
-from flashtile.kernel import launcher
-from tests.kernel.offline import Launch, _at, launches
+from tests.kernel import offline
+from tests.kernel.offline import Launch, launches
 
 SHARED_LIMIT = 232_448  # bytes of shared memory that one program may use
-TARGET = GPUTarget("cuda", 90, 32)
 
 
 class Report(NamedTuple):
@@ -45,22 +38,8 @@ def gluon_launches(call: Callable[[], Any]) -> list[Launch]:
 
 
 def compile_launch(launched: Launch):
-    """Compile a recorded launch of a Gluon kernel, specialised by Triton's own rules."""
-    fn, args, constants, config = launched
-    backend = make_backend(TARGET)
-    values = [launcher._as_triton(arg) for arg in args]
-    special = [
-        native_specialize_impl(type(backend), value, False, not param.do_not_specialize, True)
-        for param, value in zip(fn.params, values, strict=False)
-    ]
-    values += constants.values()
-    types = [kind for kind, _ in special] + ["constexpr"] * len(constants)
-    keys = [key for _, key in special] + [None] * len(constants)
-    constexprs = {path: _at(values, path) for path in find_paths_if(types, lambda _, kind: kind == "constexpr")}
-    attributes = find_paths_if(keys, lambda _, key: isinstance(key, str))
-    attributes = {path: backend.parse_attr(_at(keys, path)) for path in attributes}
-    source = GluonASTSource(fn, dict(zip(fn.arg_names, types, strict=True)), constexprs, attributes)
-    return triton.compile(source, target=TARGET, options=config.options())
+    """Compile a recorded launch for an H200."""
+    return offline.compile_launch(launched, "sm_90")
 
 
 def report(compiled, folder: str | None = None) -> Report:
