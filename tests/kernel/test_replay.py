@@ -178,14 +178,14 @@ def test_notes_keep_no_tensor_alive(run, launches):
 @PASSES
 def test_the_context_comes_before_tensor_maps(run, launches, monkeypatch):
     """A thread of autograd's may make its first launch from notes."""
-    for _ in range(2):
-        run(tensors())
+    kept = [(t, run(t)) for t in (tensors(), tensors())]  # alive, so that the next ones lie elsewhere
     order, encode = [], launcher._encode
     monkeypatch.setattr(launcher, "prepare", lambda device: order.append("prepare"))
     monkeypatch.setattr(launcher, "_encode", lambda *what: order.append("encode") or encode(*what))
     run(tensors())
     assert order[0] == "prepare"
     assert "encode" in order
+    assert len(kept) == 2
 
 
 def test_a_whole_number_is_not_a_float():
