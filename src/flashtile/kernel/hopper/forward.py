@@ -153,7 +153,7 @@ def producer(descs, rings, counts, counter, packed, mask, tiles, SIZES: gl.const
             schedule.post(rings.board, rings.posted, slot, at, first, full_first, full_end, last, SIZES.packed)
             slot = (slot + 1) % SIZES.slots
         # As late as its way through memory allows: who has just begun a long tile must not keep the next long one from
-        # the others. (Drawn at the beginning, it cost 8 % of a causal pass at head_dim 256.)
+        # the others. (Drawn at the beginning, shares of a causal pass at head_dim 256 differed by 8 %.)
         draw_at = gl.where(steps > SHORT_WALK, steps - DRAW_AHEAD, 0)
         kv_head = at.head // heads_per_kv
         for part in gl.static_range(2):
