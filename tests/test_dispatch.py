@@ -123,15 +123,6 @@ def test_deterministic_gradients_keep_the_kernels(plain_cpu):
 
 
 @needs_triton
-def test_gradients_of_wide_heads_take_the_portable_backward_pass(plain_cpu):
-    request_ = H200._replace(head_dim=192)
-    plan = select(request_)
-    assert (plan.backend, plan.backward) == ("hopper", "triton")
-    assert set(plan.launch) == {"hopper_forward", "backward_dq", "backward_dkdv"}
-    assert "backward by   triton: hopper leaves gradients of head_dim above 128 alone" in explain(request_)
-
-
-@needs_triton
 def test_another_triton_has_another_gluon(plain_cpu, monkeypatch):
     monkeypatch.setattr(hopper, "TRITON", "2.0")
     monkeypatch.setattr(hopper, "_other_triton", other_triton.__wrapped__)

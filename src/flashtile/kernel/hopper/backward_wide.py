@@ -88,7 +88,6 @@ def _p_tile(it, has_last, slot, dv, buffers, signals, softmax_scale, mask, score
     lse_log2 = per_query(buffers.lse, buffer, SIZES.block_m)
     s = warpgroup_mma_wait(1 if PARTS > 0 else 0, [s])
     p, p_slope = probabilities(s, lse_log2, tile, head, 0, buffers.board, slot, softmax_scale, mask, score, SIZES)
-    barriers.arrive(Q_FREE + buffer, LOADER_AND_CONSUMERS)
     p16 = gl.convert_layout(p.to(buffers.q.dtype), operand_layout())
     if PARTS > 0:
         dq = warpgroup_mma_wait(0, [dq])
@@ -97,6 +96,7 @@ def _p_tile(it, has_last, slot, dv, buffers, signals, softmax_scale, mask, score
     barriers.sync(P_READ, CONSUMERS)
     buffers.p.store(p_slope.to(buffers.p.dtype))
     barriers.arrive(P_READY, CONSUMERS)
+    barriers.arrive(Q_FREE + buffer, LOADER_AND_CONSUMERS)  # not before P is stored: lse_log2 has been read by then
     mbarrier.wait(signals.do.index(buffer_do), (it // SIZES.stages_do) & 1)
     if PARTS > 1:
         dq = _start_dq(0, 1, (it & 1) ^ 1, zero, buffers, SIZES)
@@ -156,7 +156,6 @@ def _ds_tile(it, has_last, dk, buffers, signals, SIZES: gl.constexpr):
     delta = per_query(buffers.delta, buffer_do, SIZES.block_m)
     dp = warpgroup_mma_wait(1, [dp])
     dp = dp - delta[None, :]
-    barriers.arrive(DO_FREE + buffer_do, LOADER_AND_CONSUMERS)
     barriers.sync(P_READY, CONSUMERS)
     p = buffers.p.load(LAYOUT).to(gl.float32)
     barriers.arrive(P_READ, CONSUMERS)
@@ -164,6 +163,9 @@ def _ds_tile(it, has_last, dk, buffers, signals, SIZES: gl.constexpr):
     buffers.ds.index(parity).store(ds)
     fence_async_shared()
     barriers.arrive(DS_READY + parity, CONSUMERS)
+    # Not before dS is stored, which needs delta in registers: the copy engine may write its buffer while loads from it
+    # are still under way, for a barrier orders them before other loads and stores only.
+    barriers.arrive(DO_FREE + buffer_do, LOADER_AND_CONSUMERS)
     gl.thread_barrier()  # of this warpgroup, which reads it too
     dq = warpgroup_mma_wait(0, [dq])
     if has_last:
