@@ -136,6 +136,17 @@ def _copy_queries(descs, rings, count, at, SIZES: gl.constexpr):
 
 
 @gluon.jit
+def _full_tiles(CONSUMER: gl.constexpr, mask, tiles, where, at, SIZES: gl.constexpr):
+    """Return the key tiles [first, end) of which a consumer's own rows see every key."""
+    if tiles is None:
+        block = gl.minimum(at.block * SIZES.consumers + CONSUMER, (where.seqlen_q - 1) // ROWS)  # one that has rows
+        bounds = key_tiles(mask, tiles, where, block, ROWS, SIZES.block_n)
+    else:
+        bounds = key_tiles(mask, tiles, where, at.block, ROWS * SIZES.consumers, SIZES.block_n)
+    return bounds[1], bounds[2]
+
+
+@gluon.jit
 def producer(descs, rings, counts, counter, packed, mask, tiles, SIZES: gl.constexpr):
     """Copy what the consumers need in the order in which they do: the keys of a tile, then the values of the one before
     it, and a query tile's queries with its first keys."""
@@ -149,11 +160,14 @@ def producer(descs, rings, counts, counter, packed, mask, tiles, SIZES: gl.const
     while number < num_tiles:
         at = schedule.place(number, num_tiles, section, seqlen_q, seqlen_k, num_sequences, packed, num_heads_q, BLOCK_M)
         where = _where(at, num_sequences, SIZES)
-        first, full_first, full_end, last = key_tiles(mask, tiles, where, at.block, BLOCK_M, SIZES.block_n)
+        first, _, _, last = key_tiles(mask, tiles, where, at.block, BLOCK_M, SIZES.block_n)
         last = gl.maximum(last, first + 1)  # a query tile without keys: one key tile, of which the mask leaves nothing
         steps = gl.where(at.block >= 0, last - first, 0)
         if steps > 0:
-            schedule.post(rings.board, rings.posted, slot, at, first, full_first, full_end, last, SIZES.packed)
+            full = (_full_tiles(0, mask, tiles, where, at, SIZES), _full_tiles(1, mask, tiles, where, at, SIZES))
+            if SIZES.consumers == 3:
+                full = full + (_full_tiles(2, mask, tiles, where, at, SIZES),)  # noqa: RUF005
+            schedule.post(rings.board, rings.posted, slot, at, first, last, full, SIZES.packed)
             slot = (slot + 1) % SIZES.slots
         # As late as its way through memory allows: who has just begun a long tile must not keep the next long one from
         # the others. (Drawn at the beginning, shares of a causal pass at head_dim 256 differed by 8 %.)
@@ -284,7 +298,7 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
         barriers.arrive(SIZES.turn, 256)
 
     mbarrier.wait(rings.posted.index(0), 0)
-    live, first, full_first, full_end, last = schedule.read_walk(rings.board, 0)
+    live, first, last, full_first, full_end = schedule.read_walk(rings.board, 0, CONSUMER)
     mbarrier.wait(rings.q_full.index(0), 0, pred=live)
     step = last - 1
     any_tile, keep, is_first = live, live, step < first  # there are no rows to write at the first tile of all
@@ -306,7 +320,7 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
             slot, slot_phase = _next(slot, slot_phase, SIZES.slots)
             q_buffer, q_phase = _next(q_buffer, q_phase, SIZES.q_buffers)
             mbarrier.wait(rings.posted.index(slot), slot_phase)
-            live, first, full_first, full_end, last = schedule.read_walk(rings.board, slot)
+            live, first, last, full_first, full_end = schedule.read_walk(rings.board, slot, CONSUMER)
             step = last - 1
             mbarrier.wait(rings.q_full.index(q_buffer), q_phase, pred=live)
         if SIZES.hot_loop:

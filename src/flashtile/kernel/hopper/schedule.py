@@ -90,9 +90,9 @@ def _read(board, slot, FIELD: gl.constexpr):
 
 
 @gluon.jit
-def post(board, written, slot, at, first, full_first, full_end, last, PACKED: gl.constexpr):
+def post(board, written, slot, at, first, last, full, PACKED: gl.constexpr):
     """Tell the consumers of a tile: its Place, and the walk over its key tiles from ``last - 1`` down to ``first``, of
-    which [full_first, full_end) need no mask.
+    which consumer ``i`` needs no mask for [full[i][0], full[i][1]).
 
     Nobody asks whether the slot is free. A consumer reads it until it has begun the second key tile after that tile
     (its rows are written during the first); the producer comes back to it ``slots`` tiles later, and has then seen all
@@ -102,14 +102,15 @@ def post(board, written, slot, at, first, full_first, full_end, last, PACKED: gl
     _write(board, slot, 1, at.batch)
     _write(board, slot, 2, at.head)
     _write(board, slot, 3, first)
-    _write(board, slot, 4, full_first)
-    _write(board, slot, 5, full_end)
-    _write(board, slot, 6, last)
+    _write(board, slot, 4, last)
     if PACKED:
-        _write(board, slot, 7, at.sequence)
-        _write(board, slot, 8, at.q_start)
-        _write(board, slot, 9, at.seqlen_q)
-        _write(board, slot, 10, at.seqlen_k)
+        _write(board, slot, 5, at.sequence)
+        _write(board, slot, 6, at.q_start)
+        _write(board, slot, 7, at.seqlen_q)
+        _write(board, slot, 8, at.seqlen_k)
+    for i in gl.static_range(len(full)):
+        _write(board, slot, 9 + 2 * i, full[i][0])
+        _write(board, slot, 10 + 2 * i, full[i][1])
     mbarrier.arrive(written.index(slot), count=1)
 
 
@@ -121,10 +122,11 @@ def post_end(board, written, slot):
 
 
 @gluon.jit
-def read_walk(board, slot):
-    """Return whether there is a tile in ``slot``, and its walk: see ``post``."""
+def read_walk(board, slot, CONSUMER: gl.constexpr):
+    """Return whether there is a tile in ``slot``, and the consumer's walk: first, last, full[0], full[1] of ``post``."""
     live = _read(board, slot, 0) >= 0
-    return live, _read(board, slot, 3), _read(board, slot, 4), _read(board, slot, 5), _read(board, slot, 6)
+    full_first, full_end = _read(board, slot, 9 + 2 * CONSUMER), _read(board, slot, 10 + 2 * CONSUMER)
+    return live, _read(board, slot, 3), _read(board, slot, 4), full_first, full_end
 
 
 @gluon.jit
@@ -132,8 +134,8 @@ def read_place(board, slot, seqlen_q, seqlen_k, PACKED: gl.constexpr):
     """Return the Place of the tile in ``slot``, without what only the producer uses."""
     block, batch, head = _read(board, slot, 0), _read(board, slot, 1), _read(board, slot, 2)
     if PACKED:
-        sequence, q_start = _read(board, slot, 7), _read(board, slot, 8)
-        return _Place(batch, sequence, head, block, q_start, 0, _read(board, slot, 9), _read(board, slot, 10), 0)
+        sequence, q_start = _read(board, slot, 5), _read(board, slot, 6)
+        return _Place(batch, sequence, head, block, q_start, 0, _read(board, slot, 7), _read(board, slot, 8), 0)
     else:
         return _Place(batch, batch, head, block, 0, 0, seqlen_q, seqlen_k, 0)
 
