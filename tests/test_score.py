@@ -24,7 +24,7 @@ from flashtile.score import (
     softcap,
     temperature,
 )
-from flashtile.score.functions import _tanh_on_device
+from flashtile.score.functions import _tanh_on_device, ahead
 from flashtile.seqlen import Where
 from tests.reference import BACKWARD_FACTOR, Case, Result, assert_accurate, assert_result_accurate, plain, reference
 from tests.score_cases import SCORES, gradients
@@ -85,6 +85,14 @@ def test_tanh_of_the_kernels():
     x = torch.cat([torch.linspace(-20, 20, 400_001), torch.logspace(-30, 38, 10_001), -torch.logspace(-30, 38, 10_001)])
     got, want = _tanh_on_device(x), torch.tanh(x.double())
     assert ((got - want).abs() <= 4e-7 * want.abs()).all()
+
+
+def test_how_far_keys_stand_ahead_of_queries():
+    where, s = Where(0, 0, 3, 5), torch.zeros((), dtype=torch.float64)
+    got = ahead(where, torch.arange(3)[:, None], torch.arange(5)[None, :], s)
+    assert got.dtype == s.dtype
+    assert got.tolist() == [[-2, -1, 0, 1, 2], [-3, -2, -1, 0, 1], [-4, -3, -2, -1, 0]]
+    assert ahead(where, 2, 4, s) == 0.0
 
 
 def test_relative_buckets_are_those_of_t5():

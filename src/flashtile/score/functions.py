@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.seqlen import ON_DEVICE, ROUGH_ON_DEVICE, Where, select
+from flashtile.seqlen import ON_DEVICE, ROUGH_ON_DEVICE, WHEN_COMPILED, Where, select
 
 if TYPE_CHECKING:
-    import triton.language as tl  # in the device forms only, where ``jitted`` provides it
+    # In the device forms only, where ``jitted`` and ``provide_gluon`` provide them.
+    import triton.language as tl
+    from triton.experimental.gluon import language as gl
 
 
 class Entries(NamedTuple):
@@ -52,14 +54,93 @@ def _read_on_device(entries, where, q_idx, k_idx, s):
         ptr += tl.cast(where.head, tl.int64) * entries.head[0]
     # The key's size is an argument here, and so known to be a multiple of 16 if it is: then whole vectors are loaded.
     if len(query) > 0 and len(key) > 0:
-        ptr = (ptr + q_idx.to(tl.int64) * query[0]) + k_idx.to(tl.int64) * key[0]  # one address per row, then columns
-        return tl.load(ptr, mask=(q_idx < query[1]) & (k_idx < key[1]), other=0.0).to(s.dtype)
+        ptr = _addresses(ptr, q_idx, k_idx, query[0], key[0])
+        x = tl.load(ptr, mask=(q_idx < query[1]) & (k_idx < key[1]), other=0.0)
+        if _layout(k_idx) is not None and k_idx.shape[0] == 1:
+            return _number_of_pair(x, s)
+        else:
+            return x.to(s.dtype)
     elif len(query) > 0:
-        return tl.load(ptr + q_idx.to(tl.int64) * query[0], mask=q_idx < query[1], other=0.0).to(s.dtype)
+        return tl.load(_addresses_along(ptr, q_idx, query[0]), mask=q_idx < query[1], other=0.0).to(s.dtype)
     elif len(key) > 0:
-        return tl.load(ptr + k_idx.to(tl.int64) * key[0], mask=k_idx < key[1], other=0.0).to(s.dtype)
+        return tl.load(_addresses_along(ptr, k_idx, key[0]), mask=k_idx < key[1], other=0.0).to(s.dtype)
     else:
         return tl.load(ptr).to(s.dtype)
+
+
+def _number_of_pair(x, s):
+    return x.to(s.dtype)
+
+
+def _rough_number_of_pair(x, s):
+    # Of two bf16 numbers in one register: the compiler takes three instructions for them.
+    if x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x.to(s.dtype)
+
+
+def provide_gluon() -> None:
+    """Give the device forms ``gl``, as ``jitted`` gives them ``tl``: kernels in Gluon call them too."""
+    from triton.experimental.gluon import language
+
+    globals().setdefault("gl", language)
+
+
+def _layout(index: Any) -> Any:
+    """Return the layout of an index along rows or columns in a Gluon kernel, else None."""
+
+
+def _layout_when_compiled(index):
+    shape = [int(n) for n in index.shape]
+    return getattr(index.type, "layout", None) if len(shape) == 2 and min(shape) == 1 < max(shape) else None
+
+
+def _in_tile(index):
+    """Return (start, place) of indices in a tile, the sum of which they are; the start is the same for all."""
+    if index.shape[1] == 1:
+        place = gl.arange(0, index.shape[0], layout=gl.SliceLayout(1, _layout(index)))[:, None]
+    else:
+        place = gl.arange(0, index.shape[1], layout=gl.SliceLayout(0, _layout(index)))[None, :]
+    return tl.max_constancy(index - place, [place.shape[0], place.shape[1]]), place
+
+
+def _summands(index):
+    """Return likewise (start, by thread, by register): what differs between a thread's registers are constants.
+
+    That is so for accumulators of matrix products, where a thread's columns are 8 n + {0, 1}, its rows 64 n + {0, 8}.
+    """
+    start, place = _in_tile(index)
+    if index.shape[1] == 1:
+        return start, place & 55, place & -56
+    else:
+        # 0 0 2 2 4 4 6 6 0 0 ... and 0 1 0 1 0 1 0 1 8 9 ..., of which the compiler would not see that pairs are whole.
+        by_thread = tl.multiple_of(tl.max_constancy(place & 6, [1, 2]), [1, 2])
+        return start, by_thread, tl.multiple_of(tl.max_contiguous(place & -7, [1, 2]), [1, 8])
+
+
+# Addresses by query and key. In Gluon kernels, whose instructions count, they are one per thread, then one per query
+# that a thread has, and the keys, whose stride is 1 as a rule, are constants within the load.
+
+
+def _addresses(ptr, q_idx, k_idx, q_stride, k_stride):
+    if _layout(q_idx) is None or _layout(k_idx) is None:
+        return (ptr + q_idx.to(tl.int64) * q_stride) + k_idx.to(tl.int64) * k_stride
+    else:
+        q_start, q_by_thread, q_by_register = _summands(q_idx)
+        k_start, k_by_thread, k_by_register = _summands(k_idx)
+        ptr = ptr + (q_start + q_by_thread).to(tl.int64) * q_stride + (k_start + k_by_thread).to(tl.int64) * k_stride
+        return (ptr + q_by_register.to(tl.int64) * q_stride) + k_by_register.to(tl.int64) * k_stride
+
+
+def _addresses_along(ptr, index, stride):
+    if _layout(index) is None:
+        return ptr + index.to(tl.int64) * stride
+    else:
+        start, by_thread, by_register = _summands(index)
+        return (ptr + (start + by_thread).to(tl.int64) * stride) + by_register.to(tl.int64) * stride
 
 
 def exp2(x: Tensor) -> Tensor:
@@ -102,6 +183,27 @@ def _real_on_device(index, s):
     return index.to(s.dtype)
 
 
+def ahead(where: Where, q_idx: Any, k_idx: Any, s: Any) -> Any:
+    """Return how far the key stands after the query, ``k_idx - (q_idx + seqlen_k - seqlen_q)``, as a number like ``s``.
+
+    Use this rather than the formula: in kernels it is one addition per logit.
+    """
+    return real(k_idx, s) - real(q_idx + (where.seqlen_k - where.seqlen_q), s)
+
+
+def _rough_ahead_on_device(where, q_idx, k_idx, s):
+    # Exact in any order: so the columns' share is a constant, and there is next to nothing to do per column.
+    shift = where.seqlen_k - where.seqlen_q
+    if _layout(q_idx) is None or _layout(k_idx) is None:
+        return real(k_idx, s) - real(q_idx + shift, s)
+    elif q_idx.shape[1] == 1:
+        start, by_thread, by_register = _summands(k_idx)
+        return (real(start, s) + real(by_thread, s) - real(q_idx + shift, s)) + by_register.to(s.dtype)
+    else:
+        start, by_thread, by_register = _summands(q_idx)
+        return (real(k_idx - shift, s) - real(start, s) - real(by_thread, s)) - by_register.to(s.dtype)
+
+
 def tanh(x: Tensor) -> Tensor:
     """Return the hyperbolic tangent; in kernels to 4e-7 of its value, and to 5e-4 where q, k, v have 16 bits.
 
@@ -138,4 +240,12 @@ ON_DEVICE.update(
         real: _real_on_device,
     }
 )
-ROUGH_ON_DEVICE.update({tanh: _rough_tanh_on_device, real: _rough_real_on_device})
+ROUGH_ON_DEVICE.update(
+    {
+        tanh: _rough_tanh_on_device,
+        real: _rough_real_on_device,
+        ahead: _rough_ahead_on_device,
+        _number_of_pair: _rough_number_of_pair,
+    }
+)
+WHEN_COMPILED[_layout] = _layout_when_compiled  # pyright: ignore[reportArgumentType]  (it calls them predicates)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.score.functions import Entries, absolute, read, real, tanh
+from flashtile.score.functions import Entries, absolute, ahead, read, tanh
 from flashtile.score.value import Gradient, Score, one
 from flashtile.seqlen import gather
 
@@ -74,11 +74,11 @@ def _positive(score: str, name: str, value: float) -> None:
 
 
 def _minus_distance(where, q_idx, k_idx, s, args):
-    return -absolute(real(k_idx, s) - real(q_idx + (where.seqlen_k - where.seqlen_q), s))
+    return -absolute(ahead(where, q_idx, k_idx, s))
 
 
 def _alibi_forward(where, q_idx, k_idx, s, args):
-    distance = absolute(real(k_idx, s) - real(q_idx + (where.seqlen_k - where.seqlen_q), s))
+    distance = absolute(ahead(where, q_idx, k_idx, s))
     return s - read(args[0], where, q_idx, k_idx, s) * distance
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile.mask import jitted
 from flashtile.mask.value import checked_function
-from flashtile.score.functions import Entries
+from flashtile.score.functions import Entries, provide_gluon
 
 
 class DeviceScore(NamedTuple):
@@ -94,6 +94,7 @@ class Score:
 
     def on_device(self, rough: bool = False) -> DeviceScore:
         """Return the form that kernels take, ``rough`` where it may be as imprecise as 16-bit inputs are."""
+        provide_gluon()
         args = _on_device(self.args, rough)
         if any(isinstance(arg, tuple) for arg in args):
             # The later constant that DeviceMask's text speaks of; not None, which `score is None` would trip over.
