@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flashtile import mask
 from flashtile.kernel.flash_attention_mock import blockwise_backward, blockwise_forward
 from flashtile.mask import Mask, causal, chunked, document, full, gather, key_padding, prefix, select, window
+from flashtile.mask.kinds import looks_back
 from flashtile.seqlen import Where
 from tests.reference import Case, Result, assert_result_accurate, plain, reference
 
@@ -184,6 +185,23 @@ def test_causal_is_aligned_bottom_right() -> None:
     assert picture(causal(), 2, 4) == ["###.", "####"]
     assert picture(causal(), 3, 1) == [".", ".", "#"]
     assert picture(causal(align="top_left"), 2, 4) == ["#...", "##.."]
+
+
+@all_masks
+@all_lengths
+def test_masks_that_look_back_show_no_key_after_the_query(value: Mask, seqlen_q: int, seqlen_k: int) -> None:
+    where = Where(0, 0, seqlen_q, seqlen_k)
+    seen = [(i, j) for i, row in enumerate(visible(value, where)) for j, shown in enumerate(row) if shown]
+    assert not looks_back(value) or all(j <= i + seqlen_k - seqlen_q for i, j in seen)
+
+
+def test_which_masks_are_known_to_look_back() -> None:
+    ids = torch.tensor([0, 0, 1])
+    for value in (causal(), window(3, 0), causal() & document(ids), document(ids) & (chunked(2) & window(1, 0)),
+                  causal() & ~window(1, 1), causal() | window(2, 0), causal().without_ranges()):  # fmt: skip
+        assert looks_back(value)
+    for value in (full(), window(3, 1), window(3, -1), prefix(2) | causal(), ~causal(), causal(align="top_left")):
+        assert not looks_back(value)
 
 
 def test_windows_count_keys_besides_the_current_one() -> None:

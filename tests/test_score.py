@@ -24,7 +24,8 @@ from flashtile.score import (
     softcap,
     temperature,
 )
-from flashtile.score.functions import _tanh_on_device, ahead
+from flashtile.score import value as score_value
+from flashtile.score.functions import _tanh_on_device, ahead, ahead_times
 from flashtile.seqlen import Where
 from tests.reference import BACKWARD_FACTOR, Case, Result, assert_accurate, assert_result_accurate, plain, reference
 from tests.score_cases import SCORES, gradients
@@ -57,6 +58,33 @@ def soft_bias_weight(where, q_idx, k_idx, s, args):
 
 def one(where, q_idx, k_idx, s, args):
     return 1.0
+
+
+@pytest.mark.parametrize("looks_back", [False, True])
+@pytest.mark.parametrize("unit", [1.0, 0.3])
+@pytest.mark.parametrize("name", SCORES)
+def test_parts_make_the_same_logits(name, unit, looks_back, monkeypatch):
+    """And the same derivatives: in any unit, in order, and where keys may only stand behind queries."""
+    score = SCORES[name](*SIZES)
+    score = score.with_tensors(tuple(t.double() if t.is_floating_point() else t for t in score.tensors()))
+    monkeypatch.setattr(score_value, "jitted", lambda fn, rough=False: fn)
+    monkeypatch.setattr(score_value, "provide_gluon", lambda: None)
+    parts = score.parts_on_device(False, looks_back)
+    batch, heads, seqlen_q, seqlen_k = SIZES
+    q_idx, k_idx = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
+    where = Where(torch.arange(batch).view(-1, 1, 1, 1), torch.arange(heads).view(-1, 1, 1), seqlen_q, seqlen_k)
+    s = 4.0 * torch.randn(SIZES, dtype=torch.float64)
+    initial = parts.initial(where, q_idx, k_idx, s, unit, parts.args)
+    x = s if initial is None else s + initial
+    beside = parts.beside(where, q_idx, k_idx, parts.args)
+    scaled = parts.scaled(where, q_idx, k_idx, x, beside, unit, parts.args)
+    slope = torch.as_tensor(parts.slope(where, q_idx, k_idx, x, scaled, unit, parts.args)).expand_as(s)
+    seen = (k_idx <= q_idx + seqlen_k - seqlen_q).expand_as(s) if looks_back else torch.ones_like(s, dtype=torch.bool)
+    want = score.forward(where, q_idx, k_idx, s * unit, score.args)
+    torch.testing.assert_close((parts.unit(unit, parts.args) * scaled)[seen], want[seen])
+    derivative = torch.as_tensor(score.derivative(where, q_idx, k_idx, s * unit, score.args)).expand_as(s)
+    torch.testing.assert_close(slope[seen], derivative[seen].to(slope.dtype))
+    assert parts.unit(unit, parts.args) > 0
 
 
 def test_gradcheck_finds_a_wrong_derivative():
@@ -93,6 +121,26 @@ def test_how_far_keys_stand_ahead_of_queries():
     assert got.dtype == s.dtype
     assert got.tolist() == [[-2, -1, 0, 1, 2], [-3, -2, -1, 0, 1], [-4, -3, -2, -1, 0]]
     assert ahead(where, 2, 4, s) == 0.0
+    assert ahead_times(where, 2, 1, s, 0.5) == -1.5
+
+
+@pytest.mark.parametrize("slope", [1.0, 0.7, 2.0**-8])
+def test_slopes_times_distances_of_the_hopper_kernels(slope):
+    """The product that ALiBi's logits begin with, in the kernels' order of fp32 operations, distances up to 2**20.
+
+    It is off by less than fp32 tells apart near the logit itself, and by 2**-16 slope near the diagonal.
+    """
+    q_idx = torch.cat([torch.arange(300), torch.arange(2**20 - 300, 2**20)])[:, None]
+    for start in (0, 128, 2**19, 2**20 - 384, 2**20 - 128):
+        place = torch.arange(128)
+        by_thread, by_register = (place & 6).float(), (place & -7).float()
+        factor = torch.tensor(slope, dtype=torch.float32) / 0.125
+        ahead_by_thread = (torch.tensor(float(start)) + by_thread) - q_idx.float()
+        first = ahead_by_thread * factor
+        got = (by_register.double() * factor.double() + first.double()).float() * 0.125  # a fused multiply-add
+        distance = (start + place - q_idx).double()
+        error = (got.double() - distance * slope).abs()
+        assert (error <= (2.0**-22 * distance.abs() + 2.0**-16) * slope).all()
 
 
 def test_relative_buckets_are_those_of_t5():

@@ -18,10 +18,13 @@ from triton import knobs
 
 from flashtile.dropout import Dropout
 from flashtile.kernel.launch import HopperConfig, LaunchConfig, has_copy_engine, has_rough_tanh
-from flashtile.score import DeviceScore, Score
+from flashtile.mask import Mask
+from flashtile.mask.kinds import looks_back
+from flashtile.score import DeviceParts, DeviceScore, Score, identity
 
 _MOST_REMEMBERED = 4096
 _INT22_END, _INT32_END = 2**22, 2**31
+_LEAST_UNIT = 2.0**-40
 
 _compiled: dict[tuple, _Compiled] = {}
 _tensor_maps: dict[tuple, list] = {}
@@ -61,6 +64,18 @@ def score_on_device(score: Score | None, q: torch.Tensor, k: torch.Tensor) -> De
         return None
     short = q.shape[2] < _INT22_END and k.shape[2] < _INT22_END
     return score.on_device(q.itemsize == 2 and short and has_rough_tanh(q.device))
+
+
+def score_in_parts(
+    score: Score | None, q: torch.Tensor, k: torch.Tensor, mask: Mask, softmax_scale: float
+) -> DeviceParts | None:
+    """Return a score as the kernels for Hopper take it that work on q and k, or None."""
+    if score is None:
+        return None
+    if not _LEAST_UNIT <= softmax_scale <= 1 / _LEAST_UNIT:  # no unit to divide by, or none at all
+        score = identity().then(score)
+    short = q.shape[2] < _INT22_END and k.shape[2] < _INT22_END
+    return score.parts_on_device(short and has_rough_tanh(q.device), looks_back(mask))
 
 
 class _Compiled(NamedTuple):

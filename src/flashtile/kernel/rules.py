@@ -117,7 +117,7 @@ def _flatten(value: Any, tensors: list, ints: list, floats: list) -> Any:
     if isinstance(value, Score):
         args = _flatten(value.args, tensors, ints, floats)
         gradients = tuple([(g.arg, g.weight, g.bucket) for g in value.gradients])
-        return (Score, value.name, value.forward, value.derivative, gradients, args)
+        return (Score, value.name, value.forward, value.derivative, gradients, value.parts, args)
     if isinstance(value, tuple):
         return (type(value), tuple([_flatten(item, tensors, ints, floats) for item in value]))
     raise TypeError(f"an argument of a mask or score is a {type(value).__name__}, but wants a tensor or a number")
@@ -140,8 +140,8 @@ def _unflatten(structure: Any, tensors: Iterator[Tensor], ints: Iterator[int], f
         predicate, key_range, query_range = parts[:3]
         return Mask(predicate.__name__.strip("_"), predicate, key_range, query_range, args)  # pyright: ignore
     if kind is Score:
-        name, forward, derivative, gradients = parts[:4]
-        return Score(name, forward, derivative, args, tuple(Gradient(*g) for g in gradients))  # pyright: ignore
+        name, forward, derivative, gradients, of_score = parts[:5]
+        return Score(name, forward, derivative, args, tuple(Gradient(*g) for g in gradients), of_score)  # pyright: ignore
     items = [_unflatten(item, tensors, ints, floats) for item in parts[0]]
     return tuple(items) if kind is tuple else kind(*items)
 

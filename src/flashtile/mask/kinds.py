@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.mask.value import Mask, full_predicate
+from flashtile.mask.value import Mask, full_predicate, operands
 from flashtile.seqlen import along_rows, gather, select, wide
 
 # A block of this many entries holds any sequence; twice it is still an int32.
@@ -119,6 +119,17 @@ def window(left: int, right: int) -> Mask:
     if bounds == (None, 0):
         return causal()
     return Mask(name, _window_predicate, _window_key_range, _window_query_range, bounds)
+
+
+def looks_back(mask: Mask) -> bool:
+    """Return whether a mask is known to let no query see a key after it, ``j > i + seqlen_k - seqlen_q``.
+
+    So are ``causal()``, windows without keys on the right, ``&`` of one of them and anything, and ``|`` of two.
+    """
+    sign, masks = operands(mask)
+    if sign is not None:
+        return any(map(looks_back, masks)) if sign == "&" else all(map(looks_back, masks))
+    return mask.predicate is _causal_predicate or (mask.predicate is _window_predicate and mask.args[1] == 0)
 
 
 def _bound(name: str, value: Any) -> int:

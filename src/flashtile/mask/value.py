@@ -217,6 +217,12 @@ def is_full(mask: Mask) -> bool:
     return mask.predicate is full_predicate
 
 
+def operands(mask: Mask) -> tuple[str | None, tuple[Mask, ...]]:
+    """Return what a mask combines: ("&" or "|", the masks), or (None, ())."""
+    sign = {_and_predicate: "&", _or_predicate: "|"}.get(mask.predicate)
+    return (None, ()) if sign is None else (sign, mask.args)
+
+
 def _in_parentheses(mask: Mask, loose: str) -> str:
     return f"({mask.name})" if loose in _outside_parentheses(mask.name) else str(mask)
 

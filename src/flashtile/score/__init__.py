@@ -11,26 +11,40 @@ may call ``exp2 log2 tanh absolute select``, ``gather read`` and ``real`` from h
 Gradients flow to the tensors that a score declares (``gradients``): each says what the logit's derivative with respect
 to one entry of the tensor is, and which entry that is. ``docs/scores.md`` has an example of every score.
 
+The kernels for Hopper take a score by ``parts``, where it has them: a form that costs less per logit (see ``Parts``).
+
 ``None`` in place of a score means that logits stay as they are; the kernels then spend nothing on it.
 """
 
 from flashtile.score.functions import Entries, absolute, exp2, log2, read, real, tanh
 from flashtile.score.gradcheck import gradcheck
-from flashtile.score.kinds import alibi, bias, for_scale, identity, relative_position, softcap, temperature
-from flashtile.score.value import Bucket, DeviceScore, Gradient, Parameter, Score
+from flashtile.score.kinds import (
+    alibi,
+    bias,
+    few_registers,
+    for_scale,
+    identity,
+    relative_position,
+    softcap,
+    temperature,
+)
+from flashtile.score.value import Bucket, DeviceParts, DeviceScore, Gradient, Parameter, Parts, Score
 from flashtile.seqlen import gather, select
 
 __all__ = [
     "Bucket",
+    "DeviceParts",
     "DeviceScore",
     "Entries",
     "Gradient",
     "Parameter",
+    "Parts",
     "Score",
     "absolute",
     "alibi",
     "bias",
     "exp2",
+    "few_registers",
     "for_scale",
     "gather",
     "gradcheck",

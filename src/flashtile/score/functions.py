@@ -35,17 +35,25 @@ class Entries(NamedTuple):
         return Entries(tensor, *(() if size == 1 else (stride, size) for stride, size in dims))
 
 
-def read(entries: Entries, where: Where, q_idx: Any, k_idx: Any, s: Tensor) -> Tensor:
+def read(entries, where, q_idx, k_idx, s):
     """Return ``entries.tensor[where.batch, where.head, q_idx, k_idx]`` in the dtype of ``s``.
 
     Indices past the end, in tiles that reach over it, read something finite, and nothing outside the tensor.
     """
+    return number(fetch(entries, where, q_idx, k_idx), k_idx, s)
+
+
+def fetch(entries: Entries, where: Where, q_idx: Any, k_idx: Any) -> Tensor:
+    """Return what ``read`` does, in the tensor's own dtype; ``number`` makes the rest of ``read`` of it.
+
+    Two steps, because in between numbers of 16 bits take half as many registers.
+    """
     places = zip(entries.tensor.shape, (where.batch, where.head, q_idx, k_idx), strict=True)
     index = tuple(0 if size == 1 else torch.as_tensor(i).clamp(0, size - 1) for size, i in places)
-    return entries.tensor[index].to(s.dtype)
+    return entries.tensor[index]
 
 
-def _read_on_device(entries, where, q_idx, k_idx, s):
+def _fetch_on_device(entries, where, q_idx, k_idx):
     ptr = entries.tensor
     query, key = entries.query, entries.key
     if len(entries.batch) > 0:
@@ -55,31 +63,38 @@ def _read_on_device(entries, where, q_idx, k_idx, s):
     # The key's size is an argument here, and so known to be a multiple of 16 if it is: then whole vectors are loaded.
     if len(query) > 0 and len(key) > 0:
         ptr = _addresses(ptr, q_idx, k_idx, query[0], key[0])
-        x = tl.load(ptr, mask=(q_idx < query[1]) & (k_idx < key[1]), other=0.0)
-        if _layout(k_idx) is not None and k_idx.shape[0] == 1:
-            return _number_of_pair(x, s)
-        else:
-            return x.to(s.dtype)
+        return tl.load(ptr, mask=(q_idx < query[1]) & (k_idx < key[1]), other=0.0)
     elif len(query) > 0:
-        return tl.load(_addresses_along(ptr, q_idx, query[0]), mask=q_idx < query[1], other=0.0).to(s.dtype)
+        return tl.load(_addresses_along(ptr, q_idx, query[0]), mask=q_idx < query[1], other=0.0)
     elif len(key) > 0:
-        return tl.load(_addresses_along(ptr, k_idx, key[0]), mask=k_idx < key[1], other=0.0).to(s.dtype)
+        return tl.load(_addresses_along(ptr, k_idx, key[0]), mask=k_idx < key[1], other=0.0)
     else:
-        return tl.load(ptr).to(s.dtype)
+        return tl.load(ptr)
 
 
-def _number_of_pair(x, s):
+def number(x: Tensor, k_idx: Any, s: Tensor) -> Tensor:
+    """Return ``x``, fetched at ``k_idx``, in the dtype of ``s``."""
     return x.to(s.dtype)
 
 
-def _rough_number_of_pair(x, s):
+def _rough_number_on_device(x, k_idx, s):
     # Of two bf16 numbers in one register: the compiler takes three instructions for them.
-    if x.dtype == tl.bfloat16:
+    if x.dtype == tl.bfloat16 and _in_pairs(x, k_idx):
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
         )
     else:
         return x.to(s.dtype)
+
+
+def _in_pairs(x: Any, k_idx: Any) -> bool:
+    """Return whether neighbouring keys of a tile lie in neighbouring registers: in Gluon kernels, keys along rows."""
+    return False
+
+
+def _in_pairs_when_compiled(x, k_idx):
+    shape = [int(n) for n in x.shape]
+    return len(shape) == 2 and min(shape) > 1 == int(k_idx.shape[0]) and getattr(k_idx.type, "layout", None) is not None
 
 
 def provide_gluon() -> None:
@@ -161,6 +176,15 @@ def _log2_on_device(x):
     return tl.log2(x)
 
 
+def reciprocal(x: Any) -> Any:
+    """Return 1 / x, to a relative 1e-7, of a number that is neither huge nor tiny."""
+    return 1.0 / x
+
+
+def _rough_reciprocal_on_device(x):
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
 def absolute(x: Any) -> Any:
     """Return |x|, of indices and logits."""
     return abs(x)
@@ -204,6 +228,25 @@ def _rough_ahead_on_device(where, q_idx, k_idx, s):
         return (real(k_idx - shift, s) - real(start, s) - real(by_thread, s)) - by_register.to(s.dtype)
 
 
+def ahead_times(where: Where, q_idx: Any, k_idx: Any, s: Any, factor: Any) -> Any:
+    """Return ``ahead(where, q_idx, k_idx, s) * factor``: in kernels one instruction per logit."""
+    return ahead(where, q_idx, k_idx, s) * factor
+
+
+def _rough_ahead_times_on_device(where, q_idx, k_idx, s, factor):
+    shift = where.seqlen_k - where.seqlen_q
+    if _layout(q_idx) is None or _layout(k_idx) is None:
+        return (real(k_idx, s) - real(q_idx + shift, s)) * factor
+    elif q_idx.shape[1] == 1:
+        start, by_thread, by_register = _summands(k_idx)
+        by_thread = (real(start, s) + real(by_thread, s) - real(q_idx + shift, s)) * factor
+        return by_thread + by_register.to(s.dtype) * factor
+    else:
+        start, by_thread, by_register = _summands(q_idx)
+        by_thread = (real(k_idx - shift, s) - real(start, s) - real(by_thread, s)) * factor
+        return by_thread - by_register.to(s.dtype) * factor
+
+
 def tanh(x: Tensor) -> Tensor:
     """Return the hyperbolic tangent; in kernels to 4e-7 of its value, and to 5e-4 where q, k, v have 16 bits.
 
@@ -232,7 +275,7 @@ def _rough_real_on_device(index, s):
 
 ON_DEVICE.update(
     {
-        read: _read_on_device,
+        fetch: _fetch_on_device,
         exp2: _exp2_on_device,
         log2: _log2_on_device,
         absolute: _absolute_on_device,
@@ -245,7 +288,10 @@ ROUGH_ON_DEVICE.update(
         tanh: _rough_tanh_on_device,
         real: _rough_real_on_device,
         ahead: _rough_ahead_on_device,
-        _number_of_pair: _rough_number_of_pair,
+        ahead_times: _rough_ahead_times_on_device,
+        number: _rough_number_on_device,
+        reciprocal: _rough_reciprocal_on_device,
     }
 )
-WHEN_COMPILED[_layout] = _layout_when_compiled  # pyright: ignore[reportArgumentType]  (it calls them predicates)
+# (Its type calls all of them predicates.)
+WHEN_COMPILED.update({_layout: _layout_when_compiled, _in_pairs: _in_pairs_when_compiled})  # pyright: ignore

@@ -9,8 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.score.functions import Entries, absolute, ahead, read, tanh
-from flashtile.score.value import Gradient, Score, one
+from flashtile.score.functions import Entries, absolute, ahead, ahead_times, fetch, number, read, reciprocal, tanh
+from flashtile.score.value import (
+    Gradient,
+    Parts,
+    Score,
+    as_it_is,
+    natural_unit,
+    no_initial,
+    nothing_beside,
+    one,
+    same_unit,
+    slope_one,
+)
 from flashtile.seqlen import gather
 
 # --------------------------------------------------------------------------------------------- functions of s alone
@@ -20,10 +31,15 @@ def _identity_forward(where, q_idx, k_idx, s, args):
     return s
 
 
+def _in_natural_units(where, q_idx, k_idx, s, beside, unit, args):
+    return s * unit
+
+
 @functools.cache
 def identity() -> Score:
     """Leave every logit as it is, but scale logits before the row maximum is taken."""
-    return Score("identity", _identity_forward, one)
+    parts = Parts(no_initial, nothing_beside, _in_natural_units, natural_unit, slope_one, few_registers=True)
+    return Score("identity", _identity_forward, one, parts=parts)
 
 
 def for_scale(score: Score | None, softmax_scale: float) -> Score | None:
@@ -32,14 +48,33 @@ def for_scale(score: Score | None, softmax_scale: float) -> Score | None:
     return identity() if score is None and softmax_scale <= 0 else score
 
 
+def few_registers(score: Score | None) -> bool:
+    """Return whether kernels for Hopper may hold as many logits with this score as without one."""
+    return score is None or (score.parts is not None and score.parts.few_registers)
+
+
+def _softcap_scaled(where, q_idx, k_idx, s, beside, unit, args):
+    return tanh(s * (unit * args[1]))
+
+
+def _softcap_unit(unit, args):
+    return args[0]
+
+
+def _softcap_slope(where, q_idx, k_idx, s, scaled, unit, args):
+    return 1.0 - scaled * scaled
+
+
 def _softcap_forward(where, q_idx, k_idx, s, args):
-    cap, inverse = args
-    return cap * tanh(s * inverse)
+    return args[0] * _softcap_scaled(where, q_idx, k_idx, s, None, 1.0, args)
 
 
 def _softcap_derivative(where, q_idx, k_idx, s, args):
-    t = tanh(s * args[1])
-    return 1.0 - t * t
+    t = _softcap_scaled(where, q_idx, k_idx, s, None, 1.0, args)
+    return _softcap_slope(where, q_idx, k_idx, s, t, 1.0, args)
+
+
+_SOFTCAP = Parts(no_initial, nothing_beside, _softcap_scaled, _softcap_unit, _softcap_slope, few_registers=True)
 
 
 def softcap(cap: float) -> Score:
@@ -48,7 +83,7 @@ def softcap(cap: float) -> Score:
     Raises ValueError unless ``cap`` is positive and finite. Source: Gemma 2 (2024, arXiv 2408.00118).
     """
     _positive("softcap", "cap", cap)
-    return Score("softcap", _softcap_forward, _softcap_derivative, (float(cap), 1.0 / float(cap)))
+    return Score("softcap", _softcap_forward, _softcap_derivative, (float(cap), 1.0 / float(cap)), parts=_SOFTCAP)
 
 
 def _temperature_forward(where, q_idx, k_idx, s, args):
@@ -59,10 +94,21 @@ def _temperature_derivative(where, q_idx, k_idx, s, args):
     return args[0]
 
 
+def _temperature_unit(unit, args):
+    return unit * args[0]
+
+
+def _temperature_slope(where, q_idx, k_idx, s, scaled, unit, args):
+    return args[0]
+
+
+_TEMPERATURE = Parts(no_initial, nothing_beside, as_it_is, _temperature_unit, _temperature_slope, few_registers=True)
+
+
 def temperature(t: float) -> Score:
     """Divide logits by ``t``: below 1 sharpens, above 1 flattens. Raises ValueError unless positive and finite."""
     _positive("temperature", "t", t)
-    return Score("temperature", _temperature_forward, _temperature_derivative, (1.0 / float(t),))
+    return Score("temperature", _temperature_forward, _temperature_derivative, (1.0 / float(t),), parts=_TEMPERATURE)
 
 
 def _positive(score: str, name: str, value: float) -> None:
@@ -78,8 +124,21 @@ def _minus_distance(where, q_idx, k_idx, s, args):
 
 
 def _alibi_forward(where, q_idx, k_idx, s, args):
-    distance = absolute(ahead(where, q_idx, k_idx, s))
-    return s - read(args[0], where, q_idx, k_idx, s) * distance
+    return s + _minus_distance(where, q_idx, k_idx, s, args) * read(args[0], where, q_idx, k_idx, s)
+
+
+def _alibi_initial(where, q_idx, k_idx, s, unit, args):
+    return absolute(ahead(where, q_idx, k_idx, s)) * (read(args[0], where, q_idx, k_idx, s) * -reciprocal(unit))
+
+
+# Of keys behind the query: one instruction per logit instead of two, without the absolute value.
+def _alibi_initial_behind(where, q_idx, k_idx, s, unit, args):
+    return ahead_times(where, q_idx, k_idx, s, read(args[0], where, q_idx, k_idx, s) * reciprocal(unit))
+
+
+_ALIBI = Parts(
+    _alibi_initial, nothing_beside, as_it_is, same_unit, slope_one, _alibi_initial_behind, few_registers=True
+)
 
 
 def alibi(slopes: Tensor) -> Score:
@@ -92,11 +151,23 @@ def alibi(slopes: Tensor) -> Score:
     if slopes.ndim not in (1, 2):
         raise ValueError(f"alibi: slopes has shape {tuple(slopes.shape)}, want (heads_q,) or (batch, heads_q)")
     entries = Entries.of(slopes.reshape(-1, slopes.shape[-1], 1, 1))
-    return Score("alibi", _alibi_forward, one, (entries,), (Gradient(0, _minus_distance),))
+    return Score("alibi", _alibi_forward, one, (entries,), (Gradient(0, _minus_distance),), _ALIBI)
 
 
 def _bias_forward(where, q_idx, k_idx, s, args):
     return s + read(args[0], where, q_idx, k_idx, s)
+
+
+def _bias_beside(where, q_idx, k_idx, args):
+    return fetch(args[0], where, q_idx, k_idx)
+
+
+def _bias_scaled(where, q_idx, k_idx, s, beside, unit, args):
+    # Not in another unit: an entry that stands for -inf, the least number there is, must stay finite.
+    return s * unit + number(beside, k_idx, s)
+
+
+_BIAS = Parts(no_initial, _bias_beside, _bias_scaled, natural_unit, slope_one)
 
 
 def bias(tensor: Tensor) -> Score:
@@ -109,7 +180,7 @@ def bias(tensor: Tensor) -> Score:
     if not 1 <= tensor.ndim <= 4:
         raise ValueError(f"bias: tensor has shape {tuple(tensor.shape)}, want one to four dimensions")
     entries = Entries.of(tensor.reshape((1,) * (4 - tensor.ndim) + tuple(tensor.shape)))
-    return Score("bias", _bias_forward, one, (entries,), (Gradient(0, one),))
+    return Score("bias", _bias_forward, one, (entries,), (Gradient(0, one),), _BIAS)
 
 
 def _relative_bucket(where, q_idx, k_idx, args):

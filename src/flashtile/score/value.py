@@ -22,6 +22,43 @@ class DeviceScore(NamedTuple):
     derivative: Any
 
 
+class Parts(NamedTuple):
+    """A score by parts, of which kernels make less work per logit than of the whole.
+
+    They hold the old logit as ``unit * s``, s being q . k or the result of an earlier score, and want the new one as
+    ``unit(unit, args) * scaled(...)``: so a constant factor costs nothing. Each function of one value:
+
+        initial(where, q_idx, k_idx, s, unit, args)        what is added to s at first, or None; the sum q . k may begin
+                                                           with it. Of s only the dtype counts
+        beside(where, q_idx, k_idx, args)                  what can be read before s is known, or None
+        scaled(where, q_idx, k_idx, s, beside, unit, args) the new logit in units of its own
+        unit(unit, args)                                   this unit: positive where ``unit`` is
+        slope(where, q_idx, k_idx, s, scaled, unit, args)  d(new logit) / d(old logit), where ``scaled`` came out at s
+
+    (s in the last three has ``initial`` in it.) ``initial_behind`` is ``initial`` for masks that ``look_back``: the key
+    stands behind the query or beside it. ``few_registers``: kernels for Hopper may hold as many logits as without it.
+    """
+
+    initial: Callable
+    beside: Callable
+    scaled: Callable
+    unit: Callable
+    slope: Callable
+    initial_behind: Callable | None = None
+    few_registers: bool = False
+
+
+class DeviceParts(NamedTuple):
+    """A score by parts as the kernels for Hopper receive it: see ``Parts`` and ``DeviceScore``."""
+
+    args: tuple
+    initial: Any
+    beside: Any
+    scaled: Any
+    unit: Any
+    slope: Any
+
+
 class Bucket(NamedTuple):
     """Which bucket of a table a logit reads: ``number(where, q_idx, k_idx, args)``; jitted, the form kernels take."""
 
@@ -65,6 +102,7 @@ class Score:
     derivative: Callable
     args: tuple = ()
     gradients: tuple[Gradient, ...] = ()
+    parts: Parts | None = None
 
     @staticmethod
     def of(forward: Callable, derivative: Callable, args: tuple = (), *, gradients: tuple[Gradient, ...] = ()) -> Score:
@@ -94,12 +132,29 @@ class Score:
 
     def on_device(self, rough: bool = False) -> DeviceScore:
         """Return the form that kernels take, ``rough`` where it may be as imprecise as 16-bit inputs are."""
-        provide_gluon()
         args = _on_device(self.args, rough)
         if any(isinstance(arg, tuple) for arg in args):
             # The later constant that DeviceMask's text speaks of; not None, which `score is None` would trip over.
             args = (*args, 1)
         return DeviceScore(args, jitted(self.forward, rough), jitted(self.derivative, rough))
+
+    def parts_on_device(self, rough: bool, looks_back: bool) -> DeviceParts:
+        """Return the form that kernels for Hopper take. Every score has one: without ``parts`` it is taken as a whole.
+
+        ``looks_back`` says whether the mask shows no query a key after it.
+        """
+        provide_gluon()
+        if self.forward is _then_forward:
+            parts, args = _THEN, tuple(score.parts_on_device(rough, looks_back) for score in self.args)
+        elif self.parts is None:
+            parts, args = _WHOLE, (self.on_device(rough),)
+        else:
+            parts, args = self.parts, _on_device(self.args, rough)
+        if any(isinstance(arg, tuple) for arg in args):
+            args = (*args, 1)  # as in on_device
+        initial = parts.initial_behind if looks_back and parts.initial_behind else parts.initial
+        functions = (initial, parts.beside, parts.scaled, parts.unit, parts.slope)
+        return DeviceParts(args, *(jitted(function, rough) for function in functions))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor among the arguments, in order."""
@@ -115,7 +170,7 @@ class Score:
             first, after = self.args
             # The chain rule is in the composition itself: first with another derivative, then after; and for after's
             # own tensors what lies before it does not count.
-            skipped = replace(first, derivative=one)
+            skipped = replace(first, derivative=one, parts=None)
             offset = len(first.tensors())
             return (
                 *(p._replace(score=p.score.then(after)) for p in first.parameters()),
@@ -128,7 +183,7 @@ class Score:
                 Parameter(
                     len(list(_tensors(self.args[:arg]))),
                     tensor.tensor if isinstance(tensor, Entries) else tensor,
-                    replace(self, derivative=weight),
+                    replace(self, derivative=weight, parts=None),
                     None if bucket is None else Bucket(bucket, self.args),
                 )
             )
@@ -170,7 +225,7 @@ class Score:
         return f"Score({self.name})"
 
     def _functions(self) -> tuple:
-        return self.name, self.forward, self.derivative, self.gradients
+        return self.name, self.forward, self.derivative, self.gradients, self.parts
 
 
 def _checked_args(args: Any) -> tuple:
@@ -236,3 +291,83 @@ def _then_derivative(where, q_idx, k_idx, s, args):
     between = args[0].forward(where, q_idx, k_idx, s, args[0].args)
     outer = args[1].derivative(where, q_idx, k_idx, between, args[1].args)
     return outer * args[0].derivative(where, q_idx, k_idx, s, args[0].args)
+
+
+# --- functions of parts -----------------------------------------------------------------------------------------------
+
+
+def no_initial(where, q_idx, k_idx, s, unit, args):
+    """Return nothing: nothing is added to s."""
+
+
+def nothing_beside(where, q_idx, k_idx, args):
+    """Return nothing: nothing is read."""
+
+
+def as_it_is(where, q_idx, k_idx, s, beside, unit, args):
+    """Return s: the parts around it are the score."""
+    return s
+
+
+def same_unit(unit, args):
+    """Return ``unit``."""
+    return unit
+
+
+def natural_unit(unit, args):
+    """Return 1: the result is the logit itself."""
+    return 1.0
+
+
+def slope_one(where, q_idx, k_idx, s, scaled, unit, args):
+    """Return the slope of what only adds to a logit."""
+    return 1.0
+
+
+def _whole_scaled(where, q_idx, k_idx, s, beside, unit, args):
+    return args[0].forward(where, q_idx, k_idx, s * unit, args[0].args)
+
+
+def _whole_slope(where, q_idx, k_idx, s, scaled, unit, args):
+    return args[0].derivative(where, q_idx, k_idx, s * unit, args[0].args)
+
+
+def _then_initial(where, q_idx, k_idx, s, unit, args):
+    return args[0].initial(where, q_idx, k_idx, s, unit, args[0].args)
+
+
+def _then_beside(where, q_idx, k_idx, args):
+    return args[0].beside(where, q_idx, k_idx, args[0].args)
+
+
+def _then_scaled(where, q_idx, k_idx, s, beside, unit, args):
+    s = _between(where, q_idx, k_idx, s, beside, unit, args)
+    beside = args[1].beside(where, q_idx, k_idx, args[1].args)
+    return args[1].scaled(where, q_idx, k_idx, s, beside, args[0].unit(unit, args[0].args), args[1].args)
+
+
+def _between(where, q_idx, k_idx, s, beside, unit, args):
+    """Return the first score's result and what the next one adds to it at first."""
+    between = args[0].scaled(where, q_idx, k_idx, s, beside, unit, args[0].args)
+    initial = args[1].initial(where, q_idx, k_idx, s, args[0].unit(unit, args[0].args), args[1].args)
+    if initial is None:
+        return between
+    else:
+        return between + initial
+
+
+def _then_unit(unit, args):
+    return args[1].unit(args[0].unit(unit, args[0].args), args[1].args)
+
+
+def _then_slope(where, q_idx, k_idx, s, scaled, unit, args):
+    beside = args[0].beside(where, q_idx, k_idx, args[0].args)
+    first = args[0].scaled(where, q_idx, k_idx, s, beside, unit, args[0].args)
+    between = _between(where, q_idx, k_idx, s, beside, unit, args)
+    between_unit = args[0].unit(unit, args[0].args)
+    outer = args[1].slope(where, q_idx, k_idx, between, scaled, between_unit, args[1].args)
+    return outer * args[0].slope(where, q_idx, k_idx, s, first, unit, args[0].args)
+
+
+_WHOLE = Parts(no_initial, nothing_beside, _whole_scaled, natural_unit, _whole_slope)
+_THEN = Parts(_then_initial, _then_beside, _then_scaled, _then_unit, _then_slope)

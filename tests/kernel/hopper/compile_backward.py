@@ -24,7 +24,12 @@ MASKS = {
     "prefix": lambda: mask.prefix([7, 9]) | mask.causal(),
     "lists": lambda: mask.causal().without_ranges(),
 }
-SCORES = {"": lambda: None, "softcap": lambda: score.softcap(3.0), "alibi": lambda: score.alibi(torch.rand(4))}
+SCORES = {
+    "": lambda: None,
+    "softcap": lambda: score.softcap(3.0),
+    "alibi": lambda: score.alibi(torch.rand(4)),
+    "bias": lambda: score.bias(torch.rand(300, 300)),
+}
 
 
 class Job(NamedTuple):

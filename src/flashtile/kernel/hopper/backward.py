@@ -49,7 +49,7 @@ from flashtile.kernel.layout import copied_in_blocks, empty_in_order_of
 from flashtile.kernel.tile import head_dim_chunks
 from flashtile.mask import Mask
 from flashtile.mask.value import is_full
-from flashtile.score import Score, for_scale
+from flashtile.score import Score, few_registers, for_scale
 from flashtile.seqlen import Seqlens
 
 __all__ = ["backward", "backward_kernel"]
@@ -209,7 +209,7 @@ def backward(
     if nothing:
         return dq, dk, dv
     config = config or launch.lookup_hopper("hopper_backward", head_dim, head_dim_v, q.dtype)
-    if score is not None and config.block_m > 64:  # the derivative of a wide tile has no registers
+    if not few_registers(score) and config.block_m > 64:  # the derivative of a wide tile has no registers
         config = dataclasses.replace(config, block_m=64)
     size = backward_sizes.of(head_dim, head_dim_v, config, seqlens is not None, deterministic)
     if not copied_in_blocks(do):
@@ -251,7 +251,7 @@ def backward(
         Descriptor(dq_sum, (dq_sum.numel() // 32, 32), (32, 1), (ROWS.value, BOX.value), _fp32_layout(2)),
         softmax_scale, num_works, section, num_heads_q, group, seqlen_q, seqlen_k, num_sequences, tiles_per_head,
         turns, first_rising, counter, packed, device_mask,
-        launcher.score_on_device(score, q, k), tiles,
+        launcher.score_in_parts(score, q, k, mask, softmax_scale), tiles,
     )  # fmt: skip
     after = (dq_sum, turns, dq, launcher.strides_of(dq), softmax_scale, *where)
     of_v = {"HEAD_DIM_V": head_dim_v, "CHUNKS_V": head_dim_chunks(head_dim_v), "SIZES": size}

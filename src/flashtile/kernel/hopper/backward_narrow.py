@@ -32,9 +32,11 @@ from flashtile.kernel.hopper.backward_parts import (
     LOADER_AND_CONSUMERS,
     Q_FREE,
     ROWS,
+    beside_scores,
     columns,
     finish,
     finish_beside,
+    initial_scores,
     operand_layout,
     panel_layout,
     per_query,
@@ -96,24 +98,30 @@ def _tile(consumer: gl.constexpr, it, has_last, slot, dk, dv, buffers, signals, 
     zero = it >> 24
     dtype = buffers.q.dtype
     mbarrier.wait(signals.q.index(buffer), phase)
-    s = start_transposed(buffers.k, zero + consumer * PANELS, buffers.q, buffer * PANELS, BLOCK_M, HEAD_DIM, PANEL)
+    initial, beside = None, None
+    if score is not None:
+        initial = initial_scores(buffer, consumer * ROWS, buffers, slot, softmax_scale, score, SIZES)
+    s = start_transposed(buffers.k, zero + consumer * PANELS, buffers.q, buffer * PANELS, initial, BLOCK_M, HEAD_DIM,
+                         PANEL)  # fmt: skip
     dq = _start_dq(consumer, parity ^ 1, zero, buffers, SIZES)
     tile, head = read_number(buffers.tile, 2 * buffer), read_number(buffers.tile, 2 * buffer + 1)
+    if score is not None:
+        beside = beside_scores(tile, head, consumer * ROWS, buffers.board, slot, score, SIZES)
     lse_log2 = per_query(buffers.lse, buffer, BLOCK_M)
     if SIZES.dk_late:
         s, dk = finish_beside(s, dk, 2)
         barriers.arrive_if(has_last, Q_FREE + (it + SIZES.stages - 1) % SIZES.stages, LOADER_AND_CONSUMERS)
     else:
         s = warpgroup_mma_wait(2, [s])
-    p, p_slope = probabilities(s, lse_log2, tile, head, consumer * ROWS, buffers.board, slot, softmax_scale,
+    p, p_slope = probabilities(s, beside, lse_log2, tile, head, consumer * ROWS, buffers.board, slot, softmax_scale,
                                mask, score, SIZES)  # fmt: skip
     p16 = gl.convert_layout(p.to(dtype), operand_layout())
     dq = warpgroup_mma_wait(0, [dq])
     if has_last:
         store_dq(consumer, dq, it - 1, buffers, signals, BOXES, SIZES)
     mbarrier.wait(signals.do.index(buffer), phase)
-    dp = start_transposed(buffers.v, zero + consumer * PANELS_V, buffers.do, buffer * PANELS_V, BLOCK_M, HEAD_DIM_V,
-                          PANEL)  # fmt: skip
+    dp = start_transposed(buffers.v, zero + consumer * PANELS_V, buffers.do, buffer * PANELS_V, None, BLOCK_M,
+                          HEAD_DIM_V, PANEL)  # fmt: skip
     dv = start_sums(p16, buffers.do, buffer * PANELS_V, dv, BLOCK_M, HEAD_DIM_V, PANEL)
     dp = warpgroup_mma_wait(len(dv), [dp])
     # Waiting again keeps the loads of delta from moving up, to where registers are short.

@@ -122,17 +122,18 @@ def columns(smem, first, COUNT: gl.constexpr, WIDTH: gl.constexpr, PANEL: gl.con
 
 
 @gluon.jit
-def start_transposed(a, first_a, b, first_b, COUNT_B: gl.constexpr, HEAD_DIM: gl.constexpr, PANEL: gl.constexpr):
-    """Issue ``a @ b^T``, 64 rows by ``COUNT_B``, and return it in flight."""
-    LAYOUT: gl.constexpr = sums_layout(COUNT_B)
+def start_transposed(a, first_a, b, first_b, initial, COUNT_B: gl.constexpr, HEAD_DIM: gl.constexpr,
+                     PANEL: gl.constexpr):  # fmt: skip
+    """Issue ``a @ b^T``, 64 rows by ``COUNT_B``, or ``initial + a @ b^T``, and return it in flight."""
     W: gl.constexpr = first_width(HEAD_DIM)
-    s = warpgroup_mma(
-        columns(a, first_a, ROWS, W, PANEL),
-        columns(b, first_b, COUNT_B, W, PANEL).permute((1, 0)),
-        gl.zeros([ROWS, COUNT_B], gl.float32, LAYOUT),
-        use_acc=False,
-        is_async=True,
-    )
+    left = columns(a, first_a, ROWS, W, PANEL)
+    right = columns(b, first_b, COUNT_B, W, PANEL).permute((1, 0))
+    if initial is None:
+        LAYOUT: gl.constexpr = sums_layout(COUNT_B)
+        zero = gl.zeros([ROWS, COUNT_B], gl.float32, LAYOUT)
+        s = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+    else:
+        s = warpgroup_mma(left, right, initial, is_async=True)
     if W < HEAD_DIM:
         s = warpgroup_mma(
             columns(a, first_a + W // PANEL, ROWS, HEAD_DIM - W, PANEL),
@@ -211,42 +212,75 @@ def per_query(smem, buffer, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(s, lse_log2, tile, head, first_key, board, slot, softmax_scale, mask, score, SIZES: gl.constexpr):
-    """Return P of one tile of scores [keys, queries], and P times the score's derivative.
+def place_of(tile, head, first_key, board, slot, SIZES: gl.constexpr):
+    """Return what masks and scores may ask for: the place of a tile of scores [keys, queries], and its indices.
 
-    ``tile`` is what the loader noted: the query tile's number, and whether it needs the mask. A branch, not a second
-    copy of the code: copies cost more registers and instruction cache than the branch costs time.
-    What a mask or score may ask for is read from the board, because registers are short in the loop around.
+    ``tile`` is what the loader noted: twice the query tile's number, and whether it needs the mask. The rest is read
+    from the board, because registers are short in the loop around.
     """
-    BLOCK_M: gl.constexpr = SIZES.block_m
-    LAYOUT: gl.constexpr = sums_layout(BLOCK_M)
+    LAYOUT: gl.constexpr = sums_layout(SIZES.block_m)
     seqlen_k = read_number(board, slot + SEQLEN_K)
     where = _Where(read_number(board, slot + SEQUENCE), head, read_number(board, slot + SEQLEN_Q), seqlen_k)
     k_idx = (read_number(board, slot + FIRST_KEY) + first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)))[
         :, None
     ]
-    q_idx = ((tile >> 1) * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
+    q_idx = ((tile >> 1) * SIZES.block_m + gl.arange(0, SIZES.block_m, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
+    return where, q_idx, k_idx
+
+
+@gluon.jit
+def initial_scores(buffer, first_key, buffers, slot, softmax_scale, score, SIZES: gl.constexpr):
+    """Return what a score wants the product of a tile to begin with, if anything."""
+    tile, head = read_number(buffers.tile, 2 * buffer), read_number(buffers.tile, 2 * buffer + 1)
+    where, q_idx, k_idx = place_of(tile, head, first_key, buffers.board, slot, SIZES)
+    return score.initial(where, q_idx, k_idx, softmax_scale, softmax_scale, score.args)
+
+
+@gluon.jit
+def beside_scores(tile, head, first_key, board, slot, score, SIZES: gl.constexpr):
+    """Return what a score wants to read while the product of a tile is computed, if anything."""
+    where, q_idx, k_idx = place_of(tile, head, first_key, board, slot, SIZES)
+    return score.beside(where, q_idx, k_idx, score.args)
+
+
+@gluon.constexpr_function
+def _is_tile(x):
+    return hasattr(getattr(x, "type", None), "layout")
+
+
+@gluon.jit
+def probabilities(s, beside, lse_log2, tile, head, first_key, board, slot, softmax_scale, mask, score,
+                  SIZES: gl.constexpr):  # fmt: skip
+    """Return P of one tile of scores [keys, queries], and P times the score's derivative.
+
+    The mask is in a branch, not in a second copy of the code: copies cost more registers and instruction cache than the
+    branch costs time.
+    """
+    where, q_idx, k_idx = place_of(tile, head, first_key, board, slot, SIZES)
+    slope = 1.0
     if score is None:
         scale_log2 = softmax_scale * _LOG2E
         logits = s
     else:
-        scale_log2 = _LOG2E
-        s = s * softmax_scale
-        logits = score.forward(where, q_idx, k_idx, s, score.args)
-    if SIZES.head_dim <= 64:  # the mask after the exponential: faster there, slower for wider heads
+        scale_log2 = score.unit(softmax_scale, score.args) * _LOG2E
+        logits = score.scaled(where, q_idx, k_idx, s, beside, softmax_scale, score.args)
+        slope = score.slope(where, q_idx, k_idx, s, logits, softmax_scale, score.args)
+    # The mask after the exponential: faster for narrow heads, slower for wider ones, but where the slope is a tile it
+    # takes the registers that logits with and without the mask would need.
+    if SIZES.head_dim <= 64 or _is_tile(slope):
         p = gl.exp2(logits * scale_log2 - lse_log2[None, :])
         if (tile & 1) != 0:
-            visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < seqlen_k)
+            visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < where.seqlen_k)
             p = gl.where(visible, p, 0.0)
     else:
         if (tile & 1) != 0:
-            visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < seqlen_k)
+            visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < where.seqlen_k)
             logits = gl.where(visible, logits, float("-inf"))
         p = gl.exp2(logits * scale_log2 - lse_log2[None, :])
     if score is None:
         return p, p
     else:
-        return p, p * score.derivative(where, q_idx, k_idx, s, score.args)
+        return p, p * slope
 
 
 # --- out of registers -------------------------------------------------------------------------------------------------

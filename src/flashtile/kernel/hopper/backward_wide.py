@@ -32,8 +32,10 @@ from flashtile.kernel.hopper.backward_parts import (
     LOADER_AND_CONSUMERS,
     Q_FREE,
     ROWS,
+    beside_scores,
     columns,
     finish,
+    initial_scores,
     operand_layout,
     per_query,
     probabilities,
@@ -80,14 +82,21 @@ def _p_tile(it, has_last, slot, dv, buffers, signals, softmax_scale, mask, score
     buffer, buffer_do = it % SIZES.stages, it % SIZES.stages_do
     zero = it >> 24
     mbarrier.wait(signals.q.index(buffer), (it // SIZES.stages) & 1)
-    s = start_transposed(buffers.k, zero, buffers.q, buffer * PANELS, SIZES.block_m, SIZES.head_dim, SIZES.panel)
+    initial, beside = None, None
+    if score is not None:
+        initial = initial_scores(buffer, 0, buffers, slot, softmax_scale, score, SIZES)
+    s = start_transposed(buffers.k, zero, buffers.q, buffer * PANELS, initial, SIZES.block_m, SIZES.head_dim,
+                         SIZES.panel)  # fmt: skip
     barriers.sync(DS_READY + ((it & 1) ^ 1), CONSUMERS)
     if PARTS > 0:
         dq = _start_dq(0, 0, (it & 1) ^ 1, zero, buffers, SIZES)
     tile, head = read_number(buffers.tile, 2 * buffer), read_number(buffers.tile, 2 * buffer + 1)
+    if score is not None:
+        beside = beside_scores(tile, head, 0, buffers.board, slot, score, SIZES)
     lse_log2 = per_query(buffers.lse, buffer, SIZES.block_m)
     s = warpgroup_mma_wait(1 if PARTS > 0 else 0, [s])
-    p, p_slope = probabilities(s, lse_log2, tile, head, 0, buffers.board, slot, softmax_scale, mask, score, SIZES)
+    p, p_slope = probabilities(s, beside, lse_log2, tile, head, 0, buffers.board, slot, softmax_scale, mask, score,
+                               SIZES)  # fmt: skip
     p16 = gl.convert_layout(p.to(buffers.q.dtype), operand_layout())
     if PARTS > 0:
         dq = warpgroup_mma_wait(0, [dq])
@@ -150,8 +159,8 @@ def _ds_tile(it, has_last, dk, buffers, signals, SIZES: gl.constexpr):
     parity = it & 1
     zero = it >> 24
     mbarrier.wait(signals.do.index(buffer_do), (it // SIZES.stages_do) & 1)
-    dp = start_transposed(buffers.v, zero, buffers.do, buffer_do * PANELS_V, SIZES.block_m, SIZES.head_dim_v,
-                          SIZES.panel)  # fmt: skip
+    dp = start_transposed(buffers.v, zero, buffers.do, buffer_do * PANELS_V, None, SIZES.block_m,
+                          SIZES.head_dim_v, SIZES.panel)  # fmt: skip
     dq = _start_dq(1, 0, parity ^ 1, zero, buffers, SIZES)
     delta = per_query(buffers.delta, buffer_do, SIZES.block_m)
     dp = warpgroup_mma_wait(1, [dp])

@@ -37,7 +37,7 @@ from flashtile.kernel.layout import empty_in_order_of
 from flashtile.kernel.tile_lists import key_tiles, nth_tile
 from flashtile.mask import Mask, full
 from flashtile.mask.value import is_full
-from flashtile.score import Score, for_scale
+from flashtile.score import Score, few_registers, for_scale
 from flashtile.seqlen import Seqlens, Where
 
 
@@ -224,6 +224,15 @@ def _indices(at, tiles, where, step, CONSUMER: gl.constexpr, SIZES: gl.constexpr
 
 
 @gluon.jit
+def _unit(softmax_scale, score):
+    """Return the factor of the logits that the softmax is taken of."""
+    if score is None:
+        return softmax_scale
+    else:
+        return score.unit(softmax_scale, score.args)
+
+
+@gluon.jit
 def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles,
               scales, walk, state, finished, EDGE: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
     """Take one key tile: issue its Q K^T and P V of the tile before, and return the online softmax's next state.
@@ -236,14 +245,23 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
     NEXT: gl.constexpr = (CONSUMER + 1) % SIZES.consumers
     stage, phase, step = walk.stage, walk.phase, walk.step
     acc, p, row_max, row_sum = state
+    initial, beside = None, None
+    if score is not None:
+        at = schedule.read_place(rings.board, walk.slot, seqlen_q, seqlen_k, SIZES.packed)
+        where = _where(at, out.num_sequences, SIZES)
+        q_idx, start_n, offs_n = _indices(at, tiles, where, step, CONSUMER, SIZES)
+        k_idx = start_n + offs_n
+        initial = score.initial(where, q_idx, k_idx, softmax_scale, softmax_scale, score.args)
     mbarrier.wait(rings.k_full.index(stage), phase)
     barriers.sync(SIZES.turn + CONSUMER, 256)
     # min(step, 0) is 0, but unknown: else the compiler makes all descriptors of Q before the loop, too many to keep.
     q_index = walk.q_buffer * SIZES.consumers + CONSUMER + gl.minimum(step, 0)
-    s = forward_parts.issue_scores(rings, q_index, stage, SIZES)
+    s = forward_parts.issue_scores(rings, q_index, stage, initial, SIZES)
     mbarrier.wait(rings.v_full.index(stage), phase)
     acc = forward_parts.issue_values(p, rings.v_smem, stage, acc, walk.keep)
     barriers.arrive(SIZES.turn + NEXT, 256)
+    if score is not None:
+        beside = score.beside(where, q_idx, k_idx, score.args)
     # Gluon puts a barrier of the warpgroup between two waits for one mbarrier. Here it costs nothing.
     gl.thread_barrier()
     s = warpgroup_mma_wait(len(acc), deps=(s,))
@@ -252,10 +270,7 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
         barriers.arrive_if(step == walk.first, SIZES.q_free + walk.q_buffer, SIZES.threads)
 
     if score is not None:
-        at = schedule.read_place(rings.board, walk.slot, seqlen_q, seqlen_k, SIZES.packed)
-        where = _where(at, out.num_sequences, SIZES)
-        q_idx, start_n, offs_n = _indices(at, tiles, where, step, CONSUMER, SIZES)
-        s = score.forward(where, q_idx, start_n + offs_n, s * softmax_scale, score.args)
+        s = score.scaled(where, q_idx, k_idx, s, beside, softmax_scale, score.args)
     if EDGE and (step >= walk.full_end) | (step < walk.full_first):
         at = schedule.read_place(rings.board, walk.slot, seqlen_q, seqlen_k, SIZES.packed)
         where = _where(at, out.num_sequences, SIZES)
@@ -274,7 +289,7 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
     barriers.arrive(SIZES.v_free + stage, SIZES.threads)
     if EDGE and walk.is_first:
         at = schedule.read_place(rings.board, walk.slot_before, seqlen_q, seqlen_k, SIZES.packed)
-        logit_scale = softmax_scale if score is None else 1.0
+        logit_scale = _unit(softmax_scale, score)
         if SIZES.wait_after == "exponentials":  # then row_max and row_sum are those of this query tile already
             forward_parts.write_rows(out, acc, finished, at, logit_scale, sinks_ptr, CONSUMER, SIZES)
         else:
@@ -290,7 +305,7 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
 def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles,
              SIZES: gl.constexpr):  # fmt: skip
     """Compute rows 64 CONSUMER, ... of every query tile that the producer posts."""
-    scales = forward_parts.scales_of(softmax_scale * LOG2E if score is None else LOG2E)
+    scales = forward_parts.scales_of(_unit(softmax_scale, score) * LOG2E)
     acc, p, row_max, row_sum = forward_parts.start(rings.k_smem[0].dtype, SIZES)
     finished = (row_max, row_sum)
     stage, phase, q_buffer, q_phase, slot, slot_phase, slot_before = 0, 0, 0, 0, 0, 0, 0
@@ -339,7 +354,7 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
         mbarrier.wait(rings.v_full.index(stage), phase)
         acc = forward_parts.wait_values(forward_parts.issue_values(p, rings.v_smem, stage, acc, keep))
         at = schedule.read_place(rings.board, slot_before, seqlen_q, seqlen_k, SIZES.packed)
-        logit_scale = softmax_scale if score is None else 1.0
+        logit_scale = _unit(softmax_scale, score)
         if SIZES.wait_after != "exponentials":
             finished = (row_max, row_sum)
         forward_parts.write_rows(out, acc, finished, at, logit_scale, sinks_ptr, CONSUMER, SIZES)
@@ -457,9 +472,9 @@ def forward(
     alike = seqlens is None and is_full(mask)  # all query tiles take the same time
     length = seqlen_q if seqlens is None else seqlen_q // max(1, seqlens.cu_seqlens_q.numel() - 1)  # on average
     short = length < SHORT_SEQUENCE and not is_full(mask)
-    if config.consumers == 3 and (score is not None or listed or short or replay.holds_tensor(mask.args)):
-        # Scores and tables want registers that three consumers do not leave; tile lists are made for a power of two of
-        # queries; in short sequences larger tiles lose more at the mask's edge than they gain elsewhere.
+    if config.consumers == 3 and (not few_registers(score) or listed or short or replay.holds_tensor(mask.args)):
+        # Most scores and tables want registers that three consumers do not leave; tile lists are made for a power of
+        # two of queries; in short sequences larger tiles lose more at the mask's edge than they gain elsewhere.
         config = two_consumers(config)
     queue = config.schedule == "queue" and not alike
     counter = schedule.counter_of(q.device) if queue else None
@@ -477,7 +492,7 @@ def forward(
     args = (
         *operands(q, k, v, o, SIZES), lse, counter, sinks,
         seqlen_q, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, num_tiles,
-        section, softmax_scale, packed, device_mask, launcher.score_on_device(score, q, k), tiles,
+        section, softmax_scale, packed, device_mask, launcher.score_in_parts(score, q, k, mask, softmax_scale), tiles,
     )  # fmt: skip
     programs = num_tiles if config.schedule == "grid" else min(num_tiles, schedule.multiprocessors(q.device))
     with launch.on_device(q.device), call.noted():

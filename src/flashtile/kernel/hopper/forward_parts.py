@@ -57,11 +57,14 @@ def _matrix(smem, index):
 
 
 @gluon.jit
-def issue_scores(rings, q_index, stage, SIZES: gl.constexpr):
-    """Start S = Q K^T."""
-    zero = gl.zeros([ROWS, SIZES.block_n], gl.float32, layout=tile_layout(SIZES.block_n))
+def issue_scores(rings, q_index, stage, initial, SIZES: gl.constexpr):
+    """Start S = Q K^T, or ``initial`` + Q K^T."""
     k = _matrix(rings.k_smem[0], stage).permute((1, 0))
-    s = warpgroup_mma(_matrix(rings.q_smem[0], q_index), k, zero, use_acc=False, is_async=True)
+    if initial is None:
+        zero = gl.zeros([ROWS, SIZES.block_n], gl.float32, layout=tile_layout(SIZES.block_n))
+        s = warpgroup_mma(_matrix(rings.q_smem[0], q_index), k, zero, use_acc=False, is_async=True)
+    else:
+        s = warpgroup_mma(_matrix(rings.q_smem[0], q_index), k, initial, is_async=True)
     if len(rings.k_smem) == 2:
         k = _matrix(rings.k_smem[1], stage).permute((1, 0))
         s = warpgroup_mma(_matrix(rings.q_smem[1], q_index), k, s, is_async=True)
