@@ -482,7 +482,7 @@ def forward(
     call = replay.Call(options, (q, k, v, o, lse, counter, sinks), q.device)
     if call.again():
         return o, lse
-    SIZES = sizes(chunks_of(head_dim), chunks_of(head_dim_v), config, queue, seqlens is not None)
+    SIZES = sizes(chunks_of(head_dim), chunks_of(head_dim_v), config, queue, seqlens is not None, score is not None)
     num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m)
     device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, False)
     num_tiles *= batch * num_heads_q
