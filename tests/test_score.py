@@ -78,7 +78,7 @@ def test_parts_make_the_same_logits(name, unit, looks_back, monkeypatch):
     x = s if initial is None else s + initial
     beside = parts.beside(where, q_idx, k_idx, parts.args)
     scaled = parts.scaled(where, q_idx, k_idx, x, beside, unit, parts.args)
-    slope = torch.as_tensor(parts.slope(where, q_idx, k_idx, x, scaled, unit, parts.args)).expand_as(s)
+    slope = torch.as_tensor(parts.slope(where, q_idx, k_idx, x, beside, scaled, unit, parts.args)).expand_as(s)
     seen = (k_idx <= q_idx + seqlen_k - seqlen_q).expand_as(s) if looks_back else torch.ones_like(s, dtype=torch.bool)
     want = score.forward(where, q_idx, k_idx, s * unit, score.args)
     torch.testing.assert_close((parts.unit(unit, parts.args) * scaled)[seen], want[seen])

@@ -12,12 +12,15 @@ import torch
 from flashtile import mask
 from flashtile.dropout import Dropout
 from flashtile.score import Entries, Gradient, Score, alibi, bias, read, select, softcap
-from flashtile.seqlen import Seqlens
+from flashtile.seqlen import Seqlens, Where
 from tests.reference import BACKWARD_FACTOR, Case, Result, assert_accurate, assert_result_accurate, plain, reference
 from tests.score_cases import SCORES, gradients
 from tests.test_score import check_saturated, saturated
 
 pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
 
 from flashtile.kernel.flash_attention_backward import backward
 from flashtile.kernel.flash_attention_score_gradient import parameter_gradients
@@ -26,6 +29,7 @@ from flashtile.kernel.launch import LaunchConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.25
+_Where = tl.constexpr(Where)
 
 
 def on(device: str, score: Score) -> Score:
@@ -54,6 +58,39 @@ def check(
     for ours, exact, theirs in zip(found, want, rough, strict=True):
         assert ours.dtype == torch.float32
         assert_accurate(ours, exact, theirs, BACKWARD_FACTOR, score.name)
+
+
+@triton.jit
+def parts_kernel(s_ptr, logits_ptr, slopes_ptr, unit, seqlen_q, seqlen_k, score, M: tl.constexpr, N: tl.constexpr):
+    """Take a score by parts, as the kernels for Hopper do, on a tile of batch entry 1 and head 0."""
+    where = _Where(1, 0, seqlen_q, seqlen_k)
+    q_idx, k_idx = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    s = tl.load(s_ptr + q_idx * N + k_idx)
+    initial = score.initial(where, q_idx, k_idx, s, unit, score.args)
+    if initial is not None:
+        s += initial
+    beside = score.beside(where, q_idx, k_idx, score.args)
+    scaled = score.scaled(where, q_idx, k_idx, s, beside, unit, score.args)
+    slope = score.slope(where, q_idx, k_idx, s, beside, scaled, unit, score.args)
+    tl.store(logits_ptr + q_idx * N + k_idx, scaled * score.unit(unit, score.args))
+    tl.store(slopes_ptr + q_idx * N + k_idx, slope + 0.0 * s)
+
+
+@pytest.mark.parametrize("looks_back", [False, True])
+@pytest.mark.parametrize("name", SCORES)
+def test_parts(name, looks_back):
+    score, unit, (m, n) = SCORES[name](2, 2, 16, 32), 0.3, (16, 32)
+    s = 4.0 * torch.randn(m, n)
+    of_kernel = on(DEVICE, score).parts_on_device(False, looks_back)
+    logits, slopes = torch.full((2, m, n), torch.nan, device=DEVICE)
+    parts_kernel[(1,)](s.to(DEVICE), logits, slopes, unit, m, n, of_kernel, m, n)  # pyright: ignore[reportArgumentType]
+    q_idx, k_idx, where = torch.arange(m)[:, None], torch.arange(n), Where(1, 0, m, n)
+    seen = (k_idx <= q_idx + n - m) if looks_back else torch.ones(m, n, dtype=torch.bool)
+    at = (where, q_idx, k_idx, (s * unit).double(), score.args)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5, "check_dtype": False}
+    torch.testing.assert_close(logits.cpu()[seen], score.forward(*at).expand(m, n)[seen], **tolerance)
+    derivative = torch.as_tensor(score.derivative(*at)).expand(m, n)
+    torch.testing.assert_close(slopes.cpu()[seen], derivative[seen], **tolerance)
 
 
 @pytest.mark.parametrize("name", SCORES)

@@ -61,7 +61,7 @@ def _softcap_unit(unit, args):
     return args[0]
 
 
-def _softcap_slope(where, q_idx, k_idx, s, scaled, unit, args):
+def _softcap_slope(where, q_idx, k_idx, s, beside, scaled, unit, args):
     return 1.0 - scaled * scaled
 
 
@@ -71,7 +71,7 @@ def _softcap_forward(where, q_idx, k_idx, s, args):
 
 def _softcap_derivative(where, q_idx, k_idx, s, args):
     t = _softcap_scaled(where, q_idx, k_idx, s, None, 1.0, args)
-    return _softcap_slope(where, q_idx, k_idx, s, t, 1.0, args)
+    return _softcap_slope(where, q_idx, k_idx, s, None, t, 1.0, args)
 
 
 _SOFTCAP = Parts(no_initial, nothing_beside, _softcap_scaled, _softcap_unit, _softcap_slope, few_registers=True)
@@ -98,7 +98,7 @@ def _temperature_unit(unit, args):
     return unit * args[0]
 
 
-def _temperature_slope(where, q_idx, k_idx, s, scaled, unit, args):
+def _temperature_slope(where, q_idx, k_idx, s, beside, scaled, unit, args):
     return args[0]
 
 

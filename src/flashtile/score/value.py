@@ -28,15 +28,17 @@ class Parts(NamedTuple):
     They hold the old logit as ``unit * s``, s being q . k or the result of an earlier score, and want the new one as
     ``unit(unit, args) * scaled(...)``: so a constant factor costs nothing. Each function of one value:
 
-        initial(where, q_idx, k_idx, s, unit, args)        what is added to s at first, or None; the sum q . k may begin
-                                                           with it. Of s only the dtype counts
-        beside(where, q_idx, k_idx, args)                  what can be read before s is known, or None
-        scaled(where, q_idx, k_idx, s, beside, unit, args) the new logit in units of its own
-        unit(unit, args)                                   this unit: positive where ``unit`` is
-        slope(where, q_idx, k_idx, s, scaled, unit, args)  d(new logit) / d(old logit), where ``scaled`` came out at s
+        initial(where, q_idx, k_idx, s, unit, args)          what is added to s at first, or None; the sum q . k may
+                                                             begin with it. Of s only the dtype counts
+        beside(where, q_idx, k_idx, args)                    what can be read before s is known, or None
+        scaled(where, q_idx, k_idx, s, beside, unit, args)   the new logit in the new unit
+        unit(unit, args)                                     the new unit: positive where the old one is
+        slope(where, q_idx, k_idx, s, beside, scaled, unit, args)
+                                                             d(new logit) / d(old logit), where s gave ``scaled``
 
-    (s in the last three has ``initial`` in it.) ``initial_behind`` is ``initial`` for masks that ``look_back``: the key
-    stands behind the query or beside it. ``few_registers``: kernels for Hopper may hold as many logits as without it.
+    (s in ``scaled`` and ``slope`` has ``initial`` in it.) ``initial_behind`` is ``initial`` where ``looks_back`` holds
+    of the mask: keys stand behind the query or beside it. ``few_registers``: kernels for Hopper may hold as many logits
+    as without a score.
     """
 
     initial: Callable
@@ -319,7 +321,7 @@ def natural_unit(unit, args):
     return 1.0
 
 
-def slope_one(where, q_idx, k_idx, s, scaled, unit, args):
+def slope_one(where, q_idx, k_idx, s, beside, scaled, unit, args):
     """Return the slope of what only adds to a logit."""
     return 1.0
 
@@ -328,7 +330,7 @@ def _whole_scaled(where, q_idx, k_idx, s, beside, unit, args):
     return args[0].forward(where, q_idx, k_idx, s * unit, args[0].args)
 
 
-def _whole_slope(where, q_idx, k_idx, s, scaled, unit, args):
+def _whole_slope(where, q_idx, k_idx, s, beside, scaled, unit, args):
     return args[0].derivative(where, q_idx, k_idx, s * unit, args[0].args)
 
 
@@ -360,13 +362,13 @@ def _then_unit(unit, args):
     return args[1].unit(args[0].unit(unit, args[0].args), args[1].args)
 
 
-def _then_slope(where, q_idx, k_idx, s, scaled, unit, args):
-    beside = args[0].beside(where, q_idx, k_idx, args[0].args)
+def _then_slope(where, q_idx, k_idx, s, beside, scaled, unit, args):
     first = args[0].scaled(where, q_idx, k_idx, s, beside, unit, args[0].args)
     between = _between(where, q_idx, k_idx, s, beside, unit, args)
     between_unit = args[0].unit(unit, args[0].args)
-    outer = args[1].slope(where, q_idx, k_idx, between, scaled, between_unit, args[1].args)
-    return outer * args[0].slope(where, q_idx, k_idx, s, first, unit, args[0].args)
+    next_beside = args[1].beside(where, q_idx, k_idx, args[1].args)
+    outer = args[1].slope(where, q_idx, k_idx, between, next_beside, scaled, between_unit, args[1].args)
+    return outer * args[0].slope(where, q_idx, k_idx, s, beside, first, unit, args[0].args)
 
 
 _WHOLE = Parts(no_initial, nothing_beside, _whole_scaled, natural_unit, _whole_slope)

@@ -5,9 +5,9 @@ import torch
 
 from flashtile import flash_attention, mask, score
 from flashtile.kernel import launch
-from tests.reference import Case
+from tests.reference import Case, assert_result_accurate, plain, reference
 from tests.test_attention import leaves
-from tests.test_features import compare, masks, scores
+from tests.test_features import compare, masks, run, scores
 from tests.test_varlen import check, cumulative, packed
 
 HERE = torch.cuda.is_available() and launch.arch_of(torch.device("cuda")) == "sm_90"
@@ -72,6 +72,39 @@ def test_masks(name, head_dim):
 @pytest.mark.parametrize("name", scores(1, 1, 1, 1))
 def test_scores(name, head_dim):
     attend(case(head_dim), "causal", name)
+
+
+@pytest.mark.parametrize("softmax_scale", [-0.3, 0.0, 2.0**-50], ids=str)
+@pytest.mark.parametrize("name", ["softcap", "temperature", "alibi", "bias", "several"])
+def test_scores_with_scales_that_are_no_unit(name, softmax_scale):
+    problem = case(64)
+    q, k, v, do, dlse = problem.tensors(device=DEVICE)
+    the_score, _ = scores(problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k, DEVICE)[name]()
+    rules = {"mask": mask.causal(), "score": the_score, "softmax_scale": softmax_scale}
+    got, _ = run(q, k, v, do, dlse, backend=BACKEND, **rules)
+    expected = {**rules, "do": do, "dlse": dlse}
+    assert_result_accurate(got, reference(q, k, v, **expected), plain(q, k, v, **expected))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask_name", ["none", "window"])
+def test_slopes_without_a_mask_that_looks_back(mask_name, head_dim):
+    attend(case(head_dim), mask_name, "alibi")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_slopes_of_keys_that_are_all_far(head_dim):
+    """The tensor cores add q . k to the slopes' share of a logit, which must not cost more than fp32 does."""
+    length, near, heads = 2**15, 128, 4
+    q, k, v = (torch.randn(1, heads, length, head_dim, device=DEVICE, dtype=BF16) for _ in range(3))
+    slopes = torch.tensor([1.0, 0.5, 2.0**-4, 2.0**-8], device=DEVICE)
+    rules = {"mask": mask.causal() & mask.key_padding(near), "score": score.alibi(slopes)}
+    _, lse = flash_attention(q, k, v, backend=BACKEND, return_lse=True, **rules)
+    s = q.double() @ k[:, :, :near].double().mT * head_dim**-0.5
+    distance = torch.arange(length, device=DEVICE)[:, None] - torch.arange(near, device=DEVICE)
+    s = (s - slopes.double()[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)
+    want = s.logsumexp(-1)
+    assert ((lse - want).abs() <= 2.0**-20 * want.abs() + 1e-4).all()
 
 
 def test_sinks():

@@ -264,7 +264,7 @@ def probabilities(s, beside, lse_log2, tile, head, first_key, board, slot, softm
     else:
         scale_log2 = score.unit(softmax_scale, score.args) * _LOG2E
         logits = score.scaled(where, q_idx, k_idx, s, beside, softmax_scale, score.args)
-        slope = score.slope(where, q_idx, k_idx, s, logits, softmax_scale, score.args)
+        slope = score.slope(where, q_idx, k_idx, s, beside, logits, softmax_scale, score.args)
     # The mask after the exponential: faster for narrow heads, slower for wider ones, but where the slope is a tile it
     # takes the registers that logits with and without the mask would need.
     if SIZES.head_dim <= 64 or _is_tile(slope):

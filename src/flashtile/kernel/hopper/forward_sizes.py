@@ -62,7 +62,8 @@ def sizes(
 ) -> Sizes:
     """Return the constants of a launch, ``scored`` if it has a score.
 
-    Raises ValueError if its buffers do not fit in shared memory. Room is given first to the rings of K and V, then to the rows of O, then to queries ahead of time.
+    Raises ValueError if its buffers do not fit in shared memory. Room is given first to the rings of K and V, then to
+    the rows of O, then to queries ahead of time.
     """
     columns, columns_v = sum(chunks), sum(chunks_v)
     o_width = min(64, chunks_v[-1])
