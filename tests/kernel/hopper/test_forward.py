@@ -37,11 +37,12 @@ SWEEP = (
     *(job(*dims, packed=True) for dims in CONFIGS),
     *(job(d, mask=mask) for d in (64, 128) for mask in ("window", "document", "lists")),
     *(job(d, score=score) for d in (64, 128, 256) for score in ("softcap", "alibi", "bias")),
+    *(job(64, mask="full", score=score) for score in ("softcap", "alibi")),  # three consumers
     job(128, sinks=True), job(80), job(64, 128), job(128, schedule="grid"),
 )  # fmt: skip
 # Instructions that move registers to memory and back, of all roles, with room for another compiler.
 SPILLS = 24  # in masked tiles and at the ends of query tiles: the way of a full tile has none
-SPILLS_WITH_SCORES = 64  # in masked tiles with three consumers
+SPILLS_WITH_SCORES = 96  # in masked tiles with three consumers
 SPILLS_WITH_TABLES = 160  # where masks and scores read a table at every entry of a tile
 
 
