@@ -83,4 +83,5 @@ if __name__ == "__main__":
         on_hopper = arch == "sm_90"
         found += compile_all(arch, 64 if on_hopper else 128, torch.bfloat16, passes=on_hopper)
         found += compile_packed(arch)
+    found += compile_all("sm_80", 32, torch.float32)  # the exact forms of what 16-bit inputs have rough ones of
     print(json.dumps(found))

@@ -35,6 +35,9 @@ class Entries(NamedTuple):
         return Entries(tensor, *(() if size == 1 else (stride, size) for stride, size in dims))
 
 
+# Functions without a form for devices are compiled as they are written: no annotations, which kernels cannot look up.
+
+
 def read(entries, where, q_idx, k_idx, s):
     """Return ``entries.tensor[where.batch, where.head, q_idx, k_idx]`` in the dtype of ``s``.
 
@@ -72,7 +75,7 @@ def _fetch_on_device(entries, where, q_idx, k_idx):
         return tl.load(ptr)
 
 
-def number(x: Tensor, k_idx: Any, s: Tensor) -> Tensor:
+def number(x, k_idx, s):
     """Return ``x``, fetched at ``k_idx``, in the dtype of ``s``."""
     return x.to(s.dtype)
 
@@ -176,7 +179,7 @@ def _log2_on_device(x):
     return tl.log2(x)
 
 
-def reciprocal(x: Any) -> Any:
+def reciprocal(x):
     """Return 1 / x, to a relative 1e-7, of a number that is neither huge nor tiny."""
     return 1.0 / x
 
@@ -207,7 +210,7 @@ def _real_on_device(index, s):
     return index.to(s.dtype)
 
 
-def ahead(where: Where, q_idx: Any, k_idx: Any, s: Any) -> Any:
+def ahead(where, q_idx, k_idx, s):
     """Return how far the key stands after the query, ``k_idx - (q_idx + seqlen_k - seqlen_q)``, as a number like ``s``.
 
     Use this rather than the formula: in kernels it is one addition per logit.
@@ -228,7 +231,7 @@ def _rough_ahead_on_device(where, q_idx, k_idx, s):
         return (real(k_idx - shift, s) - real(start, s) - real(by_thread, s)) - by_register.to(s.dtype)
 
 
-def ahead_times(where: Where, q_idx: Any, k_idx: Any, s: Any, factor: Any) -> Any:
+def ahead_times(where, q_idx, k_idx, s, factor):
     """Return ``ahead(where, q_idx, k_idx, s) * factor``: in kernels one instruction per logit."""
     return ahead(where, q_idx, k_idx, s) * factor
 

@@ -123,7 +123,7 @@ def post_end(board, written, slot):
 
 @gluon.jit
 def read_walk(board, slot, CONSUMER: gl.constexpr):
-    """Return whether there is a tile in ``slot``, and the consumer's walk: first, last and both ends of its full tiles."""
+    """Return whether there is a tile in ``slot``, and the consumer's walk: first, last, both ends of its full tiles."""
     live = _read(board, slot, 0) >= 0
     full_first, full_end = _read(board, slot, 9 + 2 * CONSUMER), _read(board, slot, 10 + 2 * CONSUMER)
     return live, _read(board, slot, 3), _read(board, slot, 4), full_first, full_end
