@@ -7,6 +7,7 @@ Python functions, so that a graph with these operators belongs to its process.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -229,6 +230,11 @@ class BackwardWithRules(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
         return loop(BackwardWithRules.apply, info, in_dims, args)
+
+
+for _function in (ForwardWithRules, BackwardWithRules):
+    # ``apply`` asks for it in every call; worked out anew it would take as long as all the rest of ``apply``.
+    _function.forward.__signature__ = inspect.signature(_function.forward)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _setup_registered(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
