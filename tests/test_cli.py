@@ -1,5 +1,6 @@
 """The command line: help, errors, exit statuses, and each command once for real."""
 
+import io
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from flashtile import cli, doctor
 
@@ -142,8 +144,49 @@ class TestDoctor:
         monkeypatch.setattr(doctor, "self_checks", lambda: iter([wrong, failed, nan]))
         assert run("doctor") == 1
         out = capsys.readouterr().out
-        assert "1000%" in out
+        assert ">999%" in out
         assert "triton on cuda: RuntimeError: no luck" in out
+
+    @pytest.mark.parametrize("where", ["triton", "hopper"])
+    def test_the_verdict_is_seen_at_80_columns(self, where):
+        small = dict.fromkeys(doctor.FACTORS, 1.23e-05)
+        good = doctor.Check("cuda", where, "bf16", True, small, dict.fromkeys(doctor.FACTORS, 1.0))
+        bad = replace(good, errors=dict.fromkeys(doctor.FACTORS, 1234.5))
+        failed = replace(good, errors={}, failure="RuntimeError: no luck")
+        mixed = replace(good, backward="triton")
+        console = Console(width=80, file=io.StringIO())
+        console.print(doctor.table_of([good, bad, failed, mixed]))
+        lines = [line for line in console.file.getvalue().splitlines() if "bf16" in line]
+        assert "…" not in console.file.getvalue()
+        shown = [line for line in lines if f"{where} on cuda" in line]
+        assert [line.split()[-1] for line in shown] == ["ok", "wrong", "failed"], lines
+        assert sum(line.split()[-1] == "ok" for line in lines) == 2  # a longer name folds, in its own column
+
+    def test_every_backend_that_could_be_chosen_is_checked(self, monkeypatch):
+        """As on a Hopper GPU: there fp16 and bf16 have two backends."""
+        served = {("cuda", name) for name in ("hopper", "triton")} | {("cpu", "cpu")}
+
+        def select(problem, name):
+            if (problem, name) not in served:
+                raise ValueError("no")
+
+        monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(doctor, "_problem", lambda device, dtype: device)
+        monkeypatch.setattr(doctor.dispatch, "select", select)
+        monkeypatch.setattr(doctor, "self_check", lambda device, name, dtype, is_causal: (device, name))
+        assert set(doctor.self_checks()) == served
+        served -= {("cuda", "hopper"), ("cuda", "triton")}
+        assert ("cuda", "triton") in set(doctor.self_checks())  # nothing serves it: the check is there, and fails
+
+    def test_the_interpreters_kernels_are_checked_too(self, monkeypatch):
+        monkeypatch.setattr(doctor, "self_check", lambda device, name, dtype, is_causal: (device, name, dtype))
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        doctor.dispatch.select.cache_clear()
+        float32 = doctor.torch.float32
+        expected = {("cpu", "cpu", float32), ("cpu", "cpu", doctor.torch.bfloat16)}
+        if doctor.dispatch.has_triton():
+            expected.add(("cpu", "triton", float32))
+        assert {check for check in doctor.self_checks() if check[0] == "cpu"} == expected
 
     def test_reports_an_exception(self, monkeypatch):
         def broken(*args, **kwargs):

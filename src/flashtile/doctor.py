@@ -10,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +21,13 @@ from rich.table import Table
 
 from flashtile import dispatch, mask
 from flashtile.attention import flash_attention
-from flashtile.kernel import launch
+from flashtile.kernel import backend, launch
 from flashtile.kernel.flash_attention_mock import dense_attention
 
 FACTORS = {"o": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
 SLACK = 1e-5
+SHAPES = ((2, 4, 100, 64), (2, 2, 133, 64), (2, 2, 133, 64), (2, 4, 100, 64))  # of q, k, v and the output's gradient
+FALLBACK = "triton"  # the backend of which any GPU can at least be told what it lacks
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -40,11 +42,13 @@ class Check:
     errors: dict[str, float]
     limits: dict[str, float]
     failure: str = ""
+    backward: str = ""  # the backend of the backward pass where it is another one
 
     @property
     def where(self) -> str:
-        """The backend, and its device where that is not in the name."""
-        return self.backend if self.backend == self.device else f"{self.backend} on {self.device}"
+        """The backend, that of the backward pass if it is another one, and the device where no name says it."""
+        names = f"{self.backend}, backward {self.backward}" if self.backward else self.backend
+        return names if names == self.device else f"{names} on {self.device}"
 
     @property
     def share(self) -> float:
@@ -67,22 +71,12 @@ def report(console: Console) -> bool:
         facts.add_row(name, value)
     console.print("[bold]This machine[/]", facts)
 
-    results = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for heading in ("backend", "dtype", "causal"):
-        results.add_column(heading, no_wrap=True)
-    for heading in (*FACTORS, "of allowed"):
-        results.add_column(heading, no_wrap=True, justify="right")
-    results.add_column(no_wrap=True)
     with console.status("checking attention against fp64"):
         checks = list(self_checks())
-    for check in checks:
-        cells = (f"{check.errors[name]:.1e}" if check.errors else "-" for name in FACTORS)
-        share = f"{check.share:.0%}" if check.errors else "-"
-        verdict = "[green]ok[/]" if check.passed else "[bold red]failed[/]" if check.failure else "[bold red]wrong[/]"
-        results.add_row(check.where, check.dtype, "yes" if check.is_causal else "no", *cells, share, verdict)
-    console.print("[bold]Self-check[/]: largest errors of attention and its gradients against fp64", results)
+    console.print("[bold]Self-check[/]: largest errors of attention and its gradients against fp64", table_of(checks))
     console.print(
-        "Allowed is twice (for gradients three times) the error of plain PyTorch in the same dtype, plus 1e-5.",
+        "The share is that of the allowed error: twice (for gradients three times) the error of plain PyTorch in the "
+        "same dtype, plus 1e-5.",
         style="dim",
     )
     for failure in dict.fromkeys(f"{check.where}: {check.failure}" for check in checks if check.failure):
@@ -90,6 +84,23 @@ def report(console: Console) -> bool:
     for advice in advices():
         console.print("-", advice, highlight=False, markup=False)
     return all(check.passed for check in checks)
+
+
+def table_of(checks: Sequence[Check]) -> Table:
+    """Return a row per check; where it is narrow the first column folds, never the verdict."""
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    table.add_column("backend", overflow="fold")
+    for heading in ("dtype", "causal"):
+        table.add_column(heading, no_wrap=True)
+    for heading in (*FACTORS, "share"):
+        table.add_column(heading, no_wrap=True, justify="right")
+    table.add_column(no_wrap=True, min_width=len("failed"))
+    for check in checks:
+        cells = (f"{check.errors[name]:.1e}" if check.errors else "-" for name in FACTORS)
+        share = "-" if not check.errors else ">999%" if check.share > 9.99 else f"{check.share:.0%}"
+        verdict = "[green]ok[/]" if check.passed else "[bold red]failed[/]" if check.failure else "[bold red]wrong[/]"
+        table.add_row(check.where, check.dtype, "yes" if check.is_causal else "no", *cells, share, verdict)
+    return table
 
 
 def versions() -> dict[str, str]:
@@ -112,24 +123,36 @@ def versions() -> dict[str, str]:
 
 
 def self_checks() -> Iterator[Check]:
-    """Run attention forward and backward on each device that is there, in each dtype, causal and not."""
-    runs: list[tuple[str, str, tuple[torch.dtype, ...]]] = [("cpu", "cpu", (torch.float32, torch.bfloat16))]
-    if dispatch.interpreting() and dispatch.has_triton():
-        runs.append(("cpu", "triton", (torch.float32,)))  # bfloat16 is wrong in some interpreters
+    """Run attention forward and backward on each device, by each backend that dispatch could choose, causal and not."""
+    runs = [("cpu", torch.float32), ("cpu", torch.bfloat16)]
     if torch.cuda.is_available():
-        runs.append(("cuda", "triton", (torch.float32, torch.float16, torch.bfloat16)))
-    for device, backend, dtypes in runs:
-        for dtype in dtypes:
+        runs += [("cuda", dtype) for dtype in NAMES]
+    for device, dtype in runs:
+        names = [name for name in backend.NAMES if _choosable(device, name, dtype)]
+        for name in names or [FALLBACK]:  # a device that none serves is a check that fails, and says why
             for is_causal in (False, True):
-                yield self_check(device, backend, dtype, is_causal)
+                yield self_check(device, name, dtype, is_causal)
 
 
-def self_check(device: str, backend: str, dtype: torch.dtype, is_causal: bool) -> Check:
+def _choosable(device: str, name: str, dtype: torch.dtype) -> bool:
+    if device == "cpu" and name != "cpu" and dtype is not torch.float32:
+        return False  # bfloat16 is wrong in some interpreters
+    try:
+        dispatch.select(_problem(device, dtype), name)
+    except (ValueError, TypeError, ImportError, NotImplementedError):
+        return False
+    return True
+
+
+def _problem(device: str, dtype: torch.dtype) -> dispatch.Problem:
+    q, k, v, _ = (torch.empty(shape, dtype=dtype, device=device) for shape in SHAPES)
+    return dispatch.Problem.of(q, k, v)
+
+
+def self_check(device: str, name: str, dtype: torch.dtype, is_causal: bool) -> Check:
     """Compare flash_attention's output and gradients with fp64, on GQA with odd lengths."""
-    name = NAMES[dtype]
     generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 4, 100, 64), (2, 2, 133, 64), (2, 2, 133, 64), (2, 4, 100, 64))
-    q, k, v, do = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    q, k, v, do = (torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES)
     rule = mask.causal() if is_causal else mask.full()
 
     def dense(q, k, v):
@@ -143,18 +166,22 @@ def self_check(device: str, backend: str, dtype: torch.dtype, is_causal: bool) -
         return torch.softmax(s, dim=-1) @ v
 
     def ours(q, k, v):
-        return flash_attention(q, k, v, is_causal=is_causal, backend=backend)
+        return flash_attention(q, k, v, is_causal=is_causal, backend=name)
 
     expected = _output_and_gradients(dense, [t.double() for t in (q, k, v, do)])
     inputs = [t.to(device) for t in (q, k, v, do)]
     ordinary = _errors(_output_and_gradients(plain, inputs), expected)
     limits = {n: FACTORS[n] * error + SLACK for n, error in ordinary.items()}
+    errors: dict[str, float] = {}
+    backward = failure = ""
     try:
+        plan = dispatch.select(_problem(device, dtype)._replace(is_causal=is_causal), name)
+        backward = plan.backward if plan.backward != plan.backend else ""
         errors = _errors(_output_and_gradients(ours, inputs), expected)
     except Exception as error:  # whatever fails here is what a doctor is asked about: a compiler, a driver, a bug
         text = (str(error).strip().splitlines() or [""])[0]
-        return Check(device, backend, name, is_causal, {}, limits, f"{type(error).__name__}: {text[:200]}")
-    return Check(device, backend, name, is_causal, errors, limits)
+        failure = f"{type(error).__name__}: {text[:200]}"
+    return Check(device, name, NAMES[dtype], is_causal, errors, limits, failure, backward)
 
 
 def advices() -> Iterator[str]:
