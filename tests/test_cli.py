@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,7 +71,15 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    "args", ["exlain", "explain --no-such-option 3", "explain --heads many", "bench nothing", "train --num-heads 7"]
+    "args",
+    [
+        "exlain",
+        "explain --backend foo",
+        "explain --no-such-option 3",
+        "explain --heads many",
+        "bench nothing",
+        "train --num-heads 7",
+    ],
 )
 def test_mistyped(args, capsys):
     assert exit_status(*args.split()) == 2
@@ -82,13 +92,19 @@ def test_mistyped(args, capsys):
         ("explain --heads 3 --heads-kv 2", "q has 3 heads, but wants a multiple of the 2 heads"),
         ("explain --head-dim 1000", "head_dim 1000"),
         ("explain --seqlen -1", "--seqlen is -1, but wants 0 or more"),
+        ("explain --head-dim -3", "--head-dim is -3, but wants 1 or more"),
+        ("explain --head-dim-v 0", "--head-dim-v is 0, but wants 1 or more"),
+        ("compare flash flash --out-dir {tmp}", "each once, got flash, flash"),
         ("train --data no/such/file --out-dir {tmp}", "no/such/file"),
         ("train --resume --out-dir {tmp}", "there is no checkpoint"),
         ("generate --model {tmp}/none", "holds no trained model"),
         ("generate --temperature -1", "temperature must not be negative"),
+        ("demo --resume --out-dir {tmp}", "there is no checkpoint"),
+        ("demo --data {tmp}/short.txt --out-dir {tmp}", "the text is too short: the training split has"),
     ],
 )
 def test_errors_are_one_line(args, message, capsys, tmp_path):
+    (tmp_path / "short.txt").write_text("a few words")
     assert run(*args.format(tmp=tmp_path).split()) == 2
     err = capsys.readouterr().err
     assert err.startswith("flashtile: ")
@@ -125,6 +141,20 @@ class TestExplain:
         assert "v (1, 8, 5, 8), float64 on cpu" in out
         assert "served by     cpu" in out
         assert "not chosen    triton" in out
+
+    def test_the_status_tells_whether_it_is_served(self, cpu_path, capsys):
+        assert run("explain", "--device", "CPU", "--backend", "triton") == 1
+        assert "not served" in capsys.readouterr().out
+        assert run("explain", "--device", "CPU") == 0  # no architecture of that name
+        assert "served by     cpu" in capsys.readouterr().out
+        assert run("explain", "--device", "sm_20") == 1
+
+    def test_knows_the_backends(self):
+        from typing import get_args, get_type_hints
+
+        from flashtile.kernel import backend
+
+        assert get_args(get_args(get_type_hints(cli.explain)["backend"])[0]) == backend.NAMES
 
 
 class TestDoctor:
@@ -218,21 +248,34 @@ def test_compare(cpu_path, corpus, tmp_path, capsys):
     result = json.loads((out / "comparison.json").read_text())
     assert set(result["runs"]) == {"flash", "naive"}
     assert result["runs"]["naive"]["max_loss_difference"] < 1e-3
-    assert "tokens/s" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "tokens/s" in told
+    assert told.count("at most") == 1  # of the second from the first
+    assert run("compare", "flash", "naive", "--preset", "demo", "--steps", 2, "--data", corpus, "--out-dir", out) == 2
+    assert "holds a comparison: start afresh (--overwrite)" in capsys.readouterr().err
 
 
 def test_train_resume_generate(cpu_path, corpus, tmp_path, capsys):
     out = tmp_path / "run"
     assert run("train", "--data", corpus, "--out-dir", out, "--steps", 3, "--warmup-steps", 1, *TINY) == 0
     assert run("train", "--data", corpus, "--out-dir", out, *TINY) == 2  # a run is there already
-    assert "resume" in capsys.readouterr().err
-    # The shape is the saved run's, not the preset's.
-    assert run("train", "--data", corpus, "--out-dir", out, "--resume", "--steps", 5) == 0
-    assert "Resuming after step 3" in capsys.readouterr().out
+    assert "go on with it (--resume) or start afresh (--overwrite)" in capsys.readouterr().err
+    # The shape and the data are the saved run's, not the preset's.
+    assert run("train", "--out-dir", out, "--resume", "--steps", 5) == 0
+    told = capsys.readouterr().out
+    assert "Resuming after step 3" in told
+    assert f"Going on with {corpus}" in told
+    assert run("train", "--out-dir", out, "--resume") == 0
+    assert "has done all of its 5 steps" in capsys.readouterr().out
+    assert run("train", "--out-dir", out, "--resume", "--steps", 3) == 2
+    assert "steps is 3, but the run in" in capsys.readouterr().err
     args = ("generate", "7 times", "--model", out / "model", "--max-new-tokens", 12, "--seed", 1, "--device", "cpu")
     assert run(*args) == 0
     first = capsys.readouterr().out
     assert first.startswith("7 times")
+    assert run(*args) == 0
+    assert capsys.readouterr().out == first
+    args = ("generate", "7 times", "--model", out, *args[4:])  # the run's folder will do
     assert run(*args) == 0
     assert capsys.readouterr().out == first
 
@@ -248,6 +291,35 @@ def test_demo(cpu_path, corpus, tmp_path, capsys, monkeypatch):
         out = capsys.readouterr().out
         assert "3 times" in out
         assert (tmp_path / "demo" / "loss.png").stat().st_size > 1000
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_a_stopped_demo_is_finished_by_the_command_it_prints(cpu_path, corpus, tmp_path, capsys, monkeypatch):
+    from flashtile.llm.config import PRESETS
+    from flashtile.llm.training import Trainer
+
+    model, training = PRESETS["demo"]
+    small = replace(model, vocab_size=300, d_model=24, num_layers=1, context_length=32)
+    monkeypatch.setitem(PRESETS, "demo", (small, replace(training, tensorboard=False)))
+    out = tmp_path / "a folder"
+    assert run("demo", "--data", corpus, "--out-dir", out, "--steps", 2) == 0
+    with monkeypatch.context() as patch:
+        real = Trainer.train_step
+        patch.setattr(Trainer, "train_step", lambda self: (real(self), signal.raise_signal(signal.SIGINT)))
+        args = ("--data", corpus, "--out-dir", out, "--steps", 4, "--attention", "naive", "--prompt", "3 times")
+        assert run("demo", *args) == cli.INTERRUPTED
+    assert not (out / "loss.png").exists()  # that of the first run shows another one
+    line = capsys.readouterr().out.splitlines()[-1]
+    words = shlex.split(line)
+    assert os.path.exists(shutil.which(words[0]) or words[0])
+    command = words[words.index("demo") :]
+    assert command == ["demo", "--resume", "--out-dir", str(out), "--prompt", "3 times"]
+    assert run(*command) == 0
+    told = capsys.readouterr().out
+    assert "Resuming after step 1" in told
+    assert "attention 'naive'" in told
+    assert "3 times" in told.split("What it writes")[1]
+    assert (out / "loss.png").exists()
 
 
 @pytest.mark.slow

@@ -34,27 +34,31 @@ def demo(
     out_dir: Path = Path("runs/demo"),
     data: Path | None = None,
     steps: int | None = None,
-    attention: Literal["flash", "naive", "sdpa"] = "flash",
-    prompt: str = "def ",
+    attention: Literal["flash", "naive", "sdpa"] | None = None,
+    prompt: tyro.conf.DisallowNone[str | None] = None,
+    resume: bool = False,
 ) -> int:
     """Train a small language model in about two minutes, plot its loss, and sample from it.
 
     Examples:
       flashtile demo
-      flashtile demo --data notes/ --prompt "Dear "     (any text file, or a folder of them)
+      flashtile demo --resume                           (finish one that Ctrl-C has stopped)
+      flashtile demo --data notes/ --prompt "Dear"      (any text file, or a folder of them)
       flashtile demo --steps 50 --attention naive
 
     Args:
         out_dir: Gets the model, its loss plot and the metrics; a second run starts afresh in it.
         data: Text file or folder to learn; None means the Python standard library's sources.
         steps: Optimizer steps; None means the preset's.
-        attention: Who computes attention: flashtile, the readable dense module, or torch.
-        prompt: Beginning of the sample.
+        attention: Who computes attention: flashtile, the readable dense module, or torch; None means flashtile.
+        prompt: Beginning of the sample; None means that of a Python function.
+        resume: Go on with the demonstration in out_dir, with its own data and options, and finish it.
     """
     _share_the_cores()
-    from flashtile.llm.demo import run_demo
+    from flashtile.llm.demo import PROMPT, run_demo
 
-    history = run_demo(out_dir, attention=attention, steps=steps, data=data, prompt=prompt)
+    prompt = PROMPT if prompt is None else prompt
+    history = run_demo(out_dir, attention=attention, steps=steps, data=data, prompt=prompt, resume=resume)
     return INTERRUPTED if history.interrupted else 0
 
 
@@ -65,12 +69,12 @@ class TrainOptions:
     preset: Literal["demo", "gpt2-124m"] = "demo"
     """Where the defaults of the model's and the training's options come from."""
     data: Path | None = None
-    """Text file or folder to learn; None means the Python standard library's sources."""
+    """Text file or folder to learn; None means the Python standard library's sources, or a resumed run's own data."""
     out_dir: Path = Path("runs/train")
     """Gets the model, the checkpoint and the metrics."""
-    resume: bool = False
-    """Go on with the run in out_dir, with the options it was started with unless others are given."""
-    overwrite: bool = False
+    resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Go on with the run in out_dir, with its own data, and the options it was started with unless others are given."""
+    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
     """Start afresh although out_dir holds a run."""
 
 
@@ -79,20 +83,20 @@ def train(args: Sequence[str]) -> int:
 
     Examples:
       flashtile train --data book.txt --out-dir runs/book --steps 2000 --d-model 256
-      flashtile train --resume --out-dir runs/book --data book.txt
+      flashtile train --resume --out-dir runs/book
       flashtile train --preset gpt2-124m --compile --attention sdpa
     """
     _share_the_cores()
     from flashtile.llm import training
-    from flashtile.llm.checkpoint import read_checkpoint
+    from flashtile.llm.checkpoint import saved_configs
     from flashtile.llm.config import PRESETS, ModelConfig, TrainingConfig
+    from flashtile.llm.shell import flashtile
 
     without_help = [arg for arg in args if arg not in ("-h", "--help")]
     known, _ = tyro.cli(TrainOptions, args=without_help, config=_STYLE, return_unknown_args=True, add_help=False)
     model, schedule = PRESETS[known.preset]
     if known.resume and len(without_help) == len(args):
-        saved = read_checkpoint(known.out_dir / "checkpoint.pt")["extra"]
-        model, schedule = ModelConfig(**saved["model_config"]), TrainingConfig(**saved["training_config"])
+        model, schedule = saved_configs(known.out_dir)
     everything = make_dataclass(
         "Options",
         [
@@ -101,20 +105,27 @@ def train(args: Sequence[str]) -> int:
         ],
         bases=(TrainOptions,),
     )
-    chosen = _parse(everything, "train", _description(train), args)
-    history = training.train(
-        chosen.model,
-        chosen.training,
-        chosen.out_dir,
-        data=chosen.data,
-        resume=chosen.resume,
-        overwrite=chosen.overwrite,
-    )
+    chosen = _parse(everything, "train", _description(train), args, config=())
+    try:
+        history = training.train(
+            chosen.model,
+            chosen.training,
+            chosen.out_dir,
+            data=chosen.data,
+            resume=chosen.resume,
+            overwrite=chosen.overwrite,
+        )
+    except training.RunExistsError as error:
+        raise FileExistsError(
+            f"{chosen.out_dir} holds a run: go on with it (--resume) or start afresh (--overwrite)"
+        ) from error
+    if history.interrupted:
+        print(f"Go on with:\n    {flashtile('train', '--resume', '--out-dir', chosen.out_dir)}")
     return INTERRUPTED if history.interrupted else 0
 
 
 def generate(
-    prompt: tyro.conf.Positional[str] = "def ",
+    prompt: tyro.conf.Positional[tyro.conf.DisallowNone[str | None]] = None,
     /,
     model: Path = Path("runs/demo/model"),
     max_new_tokens: int = 256,
@@ -134,7 +145,7 @@ def generate(
       flashtile generate "def main(" --model runs/book/model --stop "\\n\\n"
 
     Args:
-        prompt: Beginning of the text.
+        prompt: Beginning of the text; None means that of a Python function.
         model: Folder that `flashtile train` or `flashtile demo` wrote.
         max_new_tokens: Most tokens to add.
         temperature: Logits are divided by this; 0 always takes the likeliest token.
@@ -146,14 +157,17 @@ def generate(
         attention: Who computes attention; None means as in training.
     """
     from flashtile.llm import SamplingConfig, load_model, stream
+    from flashtile.llm.demo import PROMPT
+    from flashtile.llm.shell import flashtile
     from flashtile.llm.training import resolve_device
 
+    prompt = PROMPT if prompt is None else prompt
     stop = tuple(text.replace("\\n", "\n") for text in stop)
     sampling = SamplingConfig(max_new_tokens, temperature, top_k, top_p, seed, stop)
     try:
         lm, tokenizer = load_model(model, resolve_device(device), attention=attention)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}; `flashtile demo` makes one in two minutes") from error
+        raise FileNotFoundError(f"{error}; `{flashtile('demo')}` makes one in two minutes") from error
     print(prompt, end="", flush=True)
     for piece in stream(lm, tokenizer, prompt, sampling):
         print(piece, end="", flush=True)
@@ -172,6 +186,7 @@ def compare(
     steps: int | None = None,
     data: Path | None = None,
     compile: bool = False,
+    overwrite: bool = False,
 ) -> None:
     """Train one model per attention setting, from the same weights on the same batches, and compare loss and speed.
 
@@ -186,16 +201,23 @@ def compare(
         steps: Optimizer steps; None means the preset's.
         data: Text file or folder to learn; None means the Python standard library's sources.
         compile: Run the models through torch.compile.
+        overwrite: Start afresh although out_dir holds a comparison.
     """
     _share_the_cores()
     from dataclasses import replace
 
     from flashtile.llm.config import PRESETS
     from flashtile.llm.experiment import compare_attention
+    from flashtile.llm.training import RunExistsError
 
     model, training = PRESETS[preset]
     training = replace(training, compile=compile, steps=training.steps if steps is None else steps)
-    compare_attention(settings, model, training, out_dir, data=data)
+    try:
+        compare_attention(settings, model, training, out_dir, data=data, overwrite=overwrite)
+    except RunExistsError as error:
+        raise FileExistsError(
+            f"{out_dir} holds a comparison: start afresh (--overwrite) or choose another --out-dir"
+        ) from error
 
 
 def explain(
@@ -209,9 +231,11 @@ def explain(
     dtype: Literal["fp16", "bf16", "fp32", "fp64"] = "bf16",
     causal: bool = False,
     device: str = "auto",
-    backend: str | None = None,
-) -> None:
+    backend: Literal["hopper", "triton", "cpu"] | None = None,
+) -> int:
     """Say which kernel serves a shape, with which tiles, and why no other one does.
+
+    The exit status is 1 if none does.
 
     Examples:
       flashtile explain --seqlen 4096 --head-dim 128 --causal
@@ -246,16 +270,19 @@ def explain(
         (batch, heads_kv, seqlen_k, head_dim),
         (batch, heads_kv, seqlen_k, head_dim_v),
     )
-    for name, size in (
-        ("batch", batch),
-        ("heads", heads),
-        ("heads-kv", heads_kv),
-        ("seqlen", seqlen),
-        ("seqlen-k", seqlen_k),
+    for name, size, least in (
+        ("batch", batch, 0),
+        ("heads", heads, 0),
+        ("heads-kv", heads_kv, 0),
+        ("seqlen", seqlen, 0),
+        ("seqlen-k", seqlen_k, 0),
+        ("head-dim", head_dim, 1),
+        ("head-dim-v", head_dim_v, 1),
     ):
-        if size < 0:
-            raise ValueError(f"--{name} is {size}, but wants 0 or more")
+        if size < least:
+            raise ValueError(f"--{name} is {size}, but wants {least} or more")
     check.attention_inputs(*(torch.empty(shape, dtype=element, device="meta") for shape in shapes))
+    device = device.lower()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -268,6 +295,11 @@ def explain(
         kind, arch, element, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, causal
     )
     print(dispatch.explain(problem, backend=backend))
+    try:
+        dispatch.select(problem, backend)
+    except (ValueError, TypeError, ImportError, NotImplementedError):  # what explain has just told
+        return 1
+    return 0
 
 
 def doctor() -> int:
@@ -287,7 +319,7 @@ def doctor() -> int:
 
 
 def bench(args: Sequence[str]) -> None:
-    """Measure attention (flash-attention, atten, llama, overhead), tune and plot; each has its own --help.
+    """Measure attention (flash-attention, atten, features, llama, overhead), tune, plot; each has its own --help.
 
     Examples:
       flashtile bench flash-attention --head-dim 64 128 --seq-len 1024 4096
@@ -351,8 +383,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status or 0
 
 
-def _parse(target: Callable[..., Any], name: str, description: str, args: Sequence[str]) -> Any:
-    return tyro.cli(target, prog=f"flashtile {name}", description=description, args=args, config=_STYLE)
+def _parse(target: Callable[..., Any], name: str, description: str, args: Sequence[str], config: Any = _STYLE) -> Any:
+    return tyro.cli(target, prog=f"flashtile {name}", description=description, args=args, config=config)
 
 
 def _choose(prog: str, summaries: dict[str, str], args: Sequence[str], description: str) -> tuple[str, list[str]]:

@@ -176,9 +176,39 @@ def test_model_folders(tie_embeddings, tmp_path):
     naive, _ = load_model(tmp_path, attention="naive", dtype=torch.bfloat16)
     assert naive.config.attention == "naive"
     assert naive.lm_head.weight.dtype == torch.bfloat16
+    (tmp_path / "whole").mkdir()
+    save_model(model, tokenizer, tmp_path / "whole" / "model")
+    assert load_model(tmp_path / "whole")[0].config == model.config  # the folder of a run
     (tmp_path / "config.json").write_text('{"vocab_size": 300, "d_model": 48, "num_heads": 4}')
     with pytest.raises(ValueError, match="the checkpoint is of another config"):
         load_model(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=f"{tmp_path} holds no trained model: tokenizer.json is missing"):
+        load_model(tmp_path)
+
+
+def test_damaged_and_mixed_model_folders_are_refused_by_name(tmp_path):
+    model, _ = trained()
+    tokenizer = Tokenizer.train(["some text, some more text"], 270)
+
+    def damaged(name, content):
+        save_model(model, tokenizer, tmp_path)
+        (tmp_path / name).write_bytes(content)
+
+    damaged("model.safetensors", b"")
+    with pytest.raises(ValueError, match=f"{tmp_path}/model.safetensors is damaged"):
+        load_model(tmp_path)
+    save_model(model, tokenizer, tmp_path)
+    damaged("model.safetensors", (tmp_path / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"{tmp_path}/model.safetensors is damaged"):
+        load_model(tmp_path)
+    for content in (b"{", b"[]", b'{"colour": 3}', b"\xff"):
+        damaged("config.json", content)
+        with pytest.raises(ValueError, match=f"{tmp_path}/config.json is not the configuration of a model"):
+            load_model(tmp_path)
+    damaged("tokenizer.json", b"{")
+    with pytest.raises(ValueError, match=f"{tmp_path}/tokenizer.json is not a tokenizer"):
+        load_model(tmp_path)
+    save_model(model, Tokenizer.train([" ".join(f"word{n} {n * n}" for n in range(999))], 400), tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer.json is another model's: it has 400 tokens, .* vocab_size of 300"):
         load_model(tmp_path)

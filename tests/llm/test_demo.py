@@ -61,6 +61,10 @@ def test_comparison(corpus, console, tmp_path):
         assert run["tokens_per_second"] > 0
         assert run["mfu"] is run["peak_memory_bytes"] is None
     assert result["runs"]["flash"]["max_loss_difference"] == 0
+    with pytest.raises(FileExistsError, match="holds a comparison already"):
+        compare_attention(["flash"], TINY, QUICK, tmp_path, data=corpus, console=console)
+    with pytest.raises(ValueError, match="each once, got naive, naive"):
+        compare_attention(["naive", "naive"], TINY, QUICK, tmp_path, data=corpus, console=console)
     assert result["device"] == "cpu"
     assert result["versions"]["torch"]
     assert result["model_config"]["d_model"] == 32

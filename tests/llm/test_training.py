@@ -194,8 +194,7 @@ def test_ctrl_c_saves_says_how_to_resume_and_resumes(corpus, quiet, tmp_path, mo
     assert stopped.interrupted
     assert len(stopped.losses) == 5
     text = console.export_text()
-    assert "Stopped after step 5 of 6; the checkpoint is saved. Resume with:" in text
-    assert f"flashtile train --resume --out-dir {tmp_path / 'run'} --data {corpus}" in text
+    assert "Stopped after step 5 of 6; the checkpoint is saved." in text
     load_model(tmp_path / "run" / "model")
     resumed = train(TINY, QUICK, tmp_path / "run", data=corpus, resume=True, console=quiet)
     assert rows(resumed) == rows(straight)
@@ -210,6 +209,45 @@ def test_a_second_ctrl_c_interrupts_at_once_and_handlers_are_restored():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_no_ctrl_c_breaks_a_save(dataset, quiet, tmp_path, monkeypatch):
+    import flashtile.llm.training as module
+
+    def pressed(real):
+        def call(*args, **kwargs):
+            for _ in range(3):
+                signal.raise_signal(signal.SIGINT)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("save_checkpoint", "save_model"):
+        monkeypatch.setattr(module, name, pressed(getattr(module, name)))
+    history = train(TINY, QUICK, tmp_path, data=dataset, console=quiet)
+    assert history.interrupted
+    assert len(history.losses) == QUICK.checkpoint_interval
+    load_model(tmp_path / "model")
+
+
+def test_a_second_ctrl_c_before_the_first_save_leaves_the_earlier_run(dataset, quiet, tmp_path, monkeypatch):
+    from flashtile.llm.training import Trainer
+
+    train(TINY, QUICK, tmp_path, data=dataset, console=quiet)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def twice(self):
+        assert not (tmp_path / "checkpoint.pt").exists()  # a kill now must not leave it to be taken for this run's
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", twice)
+        with pytest.raises(KeyboardInterrupt):
+            train(replace(TINY, num_layers=1), QUICK, tmp_path, data=dataset, overwrite=True, console=quiet)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    train(TINY, QUICK, tmp_path, data=dataset, overwrite=True, console=quiet)
+    assert not (tmp_path / "earlier").exists()
 
 
 def test_a_longer_run_can_be_resumed_and_changes_are_told(dataset, quiet, tmp_path):
@@ -228,7 +266,7 @@ def test_a_run_is_not_overwritten_unasked(dataset, quiet, tmp_path):
     assert rows(again) == rows(first)
 
 
-def test_overwriting_removes_the_old_checkpoint_at_once(dataset, quiet, tmp_path, monkeypatch):
+def test_an_earlier_run_comes_back_if_its_successor_fails(dataset, quiet, tmp_path, monkeypatch):
     from flashtile.llm.training import Trainer
 
     train(TINY, QUICK, tmp_path, data=dataset, console=quiet)
@@ -239,7 +277,8 @@ def test_overwriting_removes_the_old_checkpoint_at_once(dataset, quiet, tmp_path
     monkeypatch.setattr(Trainer, "train_step", fail)
     with pytest.raises(OSError, match="pulled the plug"):
         train(TINY, QUICK, tmp_path, data=dataset, overwrite=True, console=quiet)
-    assert not (tmp_path / "checkpoint.pt").exists()
+    assert len(read_history(tmp_path).losses) == 6
+    assert train(TINY, QUICK, tmp_path, data=dataset, resume=True, console=quiet).losses
 
 
 def test_resuming_what_does_not_fit_is_refused(corpus, dataset, quiet, tmp_path):
@@ -252,15 +291,52 @@ def test_resuming_what_does_not_fit_is_refused(corpus, dataset, quiet, tmp_path)
     with pytest.raises(ValueError, match="data: the checkpoint was trained on other data or another tokenizer"):
         train(TINY, QUICK, tmp_path, data=other, resume=True, console=quiet)
     assert len(read_history(tmp_path).losses) == 6  # a refusal changes nothing
+    with pytest.raises(ValueError, match=r"steps is 5, but the run in .* is past that: it has done 6"):
+        train(TINY, replace(QUICK, steps=5), tmp_path, data=dataset, resume=True, console=quiet)
+
+
+def test_a_run_goes_on_with_its_own_data(corpus, quiet, tmp_path, monkeypatch):
+    text = tmp_path / "text.py"
+    text.write_bytes((corpus / "part_01.py").read_bytes() + (corpus / "part_02.py").read_bytes())
+    run = tmp_path / "run"
+    train(TINY, QUICK, run, data=text, console=quiet)
+    files = sorted(run.rglob("*"))
+    other = corpus / "part_03.py"
+    with pytest.raises(ValueError, match=f"the run in {run} learns from {text}, not {other}; it goes on with its own"):
+        train(TINY, QUICK, run, data=other, resume=True, console=quiet)
+    assert sorted(run.rglob("*")) == files
+    longer = replace(QUICK, steps=8)
+    train(TINY, longer, run, data=text, resume=True, console=quiet)
+    text.write_text("something else")
+    with pytest.raises(ValueError, match=f"learns from {text}, that has changed since"):
+        train(TINY, longer, run, data=text, resume=True, console=quiet)
+    text.unlink()
+    history = train(TINY, replace(QUICK, steps=10), run, resume=True, console=quiet)
+    assert len(history.losses) == 10
+    for path in (run / "data").rglob("*.*"):
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match="the run's tokens are missing from"):
+        train(TINY, replace(QUICK, steps=12), run, resume=True, console=quiet)
+
+
+def test_a_finished_run_says_so(dataset, tmp_path):
+    console = Console(record=True, width=200, file=open(os.devnull, "w"))  # noqa: SIM115
+    train(TINY, QUICK, tmp_path, data=dataset, console=Console(quiet=True))
+    (tmp_path / "model" / "config.json").unlink()  # as after a kill between the checkpoint and the model
+    history = train(TINY, QUICK, tmp_path, data=dataset, resume=True, console=console)
+    assert len(history.losses) == 6
+    assert not history.interrupted
+    assert "has done all of its 6 steps" in console.export_text()
+    load_model(tmp_path)
 
 
 def test_data_that_does_not_fit_is_refused(corpus, dataset, quiet, tmp_path):
     with pytest.raises(FileNotFoundError, match="data: there is no file or folder at no/such/file"):
         train(TINY, QUICK, tmp_path, data="no/such/file", console=quiet)
-    with pytest.raises(ValueError, match="context_length must be below the number of tokens in the training split"):
+    with pytest.raises(ValueError, match="the text is too short: the training split has"):
         train(replace(TINY, context_length=100_000), QUICK, tmp_path, data=dataset, console=quiet)
     size = len(dataset.val)
-    message = rf"in the validation split, got context_length={size} and {size} tokens"
+    message = rf"the validation split has {size} tokens, .* take {size + 1}"
     with pytest.raises(ValueError, match=message):
         train(replace(TINY, context_length=size), QUICK, tmp_path, data=dataset, console=quiet)
     with pytest.raises(ValueError, match="vocab_size must hold the tokenizer's 300 tokens, got 299"):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -35,3 +36,37 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+@contextmanager
+def replacing(folder: Path, names: Sequence[str], sign: str) -> Iterator[None]:
+    """Set files and folders aside while others take their place, and put them back if that fails.
+
+    They wait in `folder/earlier`. They are gone for good when the block ends, unless it ends by an exception before
+    `sign`, one of the names, is there again. After a kill they are still in `earlier`.
+    """
+    aside = folder / "earlier"
+    old = [name for name in names if (folder / name).exists()]
+    if (folder / sign).exists():
+        _remove(aside)
+        aside.mkdir()
+        for name in old:
+            os.replace(folder / name, aside / name)
+    try:
+        yield
+    except BaseException:
+        if aside.exists() and not (folder / sign).exists():
+            for name in names:
+                _remove(folder / name)
+            for path in aside.iterdir():
+                os.replace(path, folder / path.name)
+        _remove(aside)
+        raise
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

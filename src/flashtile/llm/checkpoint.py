@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from flashtile.llm.atomic import atomic_write
-from flashtile.llm.config import Attention, ModelConfig
+from flashtile.llm.config import Attention, ModelConfig, TrainingConfig
 from flashtile.llm.tokenizer import Tokenizer
 from flashtile.llm.transformer import TransformerLM
 
@@ -67,6 +67,12 @@ def read_checkpoint(src: Source, map_location: torch.device | str = "cpu") -> di
     if not isinstance(state, dict) or not {"model", "optimizer", "iteration"} <= state.keys():
         raise ValueError(f"{src} is not a checkpoint: it lacks 'model', 'optimizer' or 'iteration'")
     return state
+
+
+def saved_configs(run: str | os.PathLike[str]) -> tuple[ModelConfig, TrainingConfig]:
+    """Return what the run in a folder was started with, read off its checkpoint; raises as `read_checkpoint` does."""
+    extra = read_checkpoint(Path(run, "checkpoint.pt"))["extra"]
+    return ModelConfig(**extra["model_config"]), TrainingConfig(**extra["training_config"])
 
 
 def _is_zip(src: Source) -> bool:
@@ -146,23 +152,43 @@ def load_model(
     """Read what `save_model` wrote, ready to generate (in eval mode).
 
     Args:
+        directory: the model's folder, or that of the run which left it there under the name `model`.
         attention: overrides the setting that the model was trained with.
         dtype: of the weights; None keeps them as saved.
 
     Raises:
         FileNotFoundError: if one of the three files is missing.
-        ValueError: if the weights are of another config.
+        ValueError: if one of them is damaged, or does not go with the others.
     """
+    folder = Path(directory)
+    if not (folder / "config.json").exists() and (folder / "model" / "config.json").exists():
+        folder = folder / "model"
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
-        if not Path(directory, name).exists():
-            raise FileNotFoundError(f"{Path(directory)} holds no trained model: {name} is missing")
-    config = ModelConfig(**json.loads(Path(directory, "config.json").read_text()))
+        if not (folder / name).exists():
+            raise FileNotFoundError(f"{folder} holds no trained model: {name} is missing")
+    config = _read_config(folder / "config.json")
     if attention is not None:
         config = replace(config, attention=attention)
-    weights = safetensors.torch.load_file(Path(directory, "model.safetensors"))
-    if config.tie_embeddings:
+    try:
+        weights = safetensors.torch.load_file(folder / "model.safetensors")
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{folder / 'model.safetensors'} is damaged: {error}") from error
+    if config.tie_embeddings and "token_embeddings.weight" in weights:
         weights["lm_head.weight"] = weights["token_embeddings.weight"]
     model = TransformerLM.from_config(config)
     check_state(weights, model)
     model.load_state_dict(weights)
-    return model.to(device=device, dtype=dtype).eval(), Tokenizer.load(Path(directory, "tokenizer.json"))
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} is another model's: it has {tokenizer.vocab_size:,} tokens, "
+            f"the model a vocab_size of {config.vocab_size:,}"
+        )
+    return model.to(device=device, dtype=dtype).eval(), tokenizer
+
+
+def _read_config(path: Path) -> ModelConfig:
+    try:
+        return ModelConfig(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not the configuration of a model: {error}") from error

@@ -200,7 +200,7 @@ class SamplingConfig:
 PRESETS: dict[str, tuple[ModelConfig, TrainingConfig]] = {
     "demo": (
         ModelConfig(),
-        TrainingConfig(steps=400, batch_size=8, max_lr=3e-3, min_lr=3e-4, warmup_steps=40, eval_interval=50),
+        TrainingConfig(steps=300, batch_size=8, max_lr=3e-3, min_lr=3e-4, warmup_steps=40, eval_interval=50),
     ),
     "gpt2-124m": (
         ModelConfig(

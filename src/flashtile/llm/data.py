@@ -126,7 +126,6 @@ class TokenDataset:
     tokenizer: Tokenizer
     key: str
     name: str
-    source: str | None = None  # the path it was prepared from; None for the standard library
 
 
 def prepare_data(
@@ -150,15 +149,13 @@ def prepare_data(
         FileNotFoundError, ValueError: as `find_corpus` and `Tokenizer.train` do.
     """
     corpus = find_corpus(path)
-    recipe = f"{corpus.key} bpe {vocab_size} {TRAINER_CHARS}"
-    key = hashlib.sha256(recipe.encode()).hexdigest()[:16]
+    key = token_key(corpus, vocab_size)
     folder = Path(cache_dir, key)
     size = f"{len(corpus.files):,} files, {corpus.num_bytes / 1e6:.1f} MB"
     if corpus.num_skipped:
         size += f", {corpus.num_skipped} skipped: not UTF-8 text"
     if (folder / "meta.json").exists():
         say(f"Reading {corpus.name} ({size}), tokenized earlier.")
-        tokenizer = Tokenizer.load(folder / "tokenizer.json")
     else:
         say(f"Tokenizing {corpus.name} ({size}).")
         if corpus.num_bytes > TRAINER_CHARS:
@@ -170,12 +167,31 @@ def prepare_data(
         with atomic_write(folder / "meta.json") as file:  # last: its presence means that the others are whole
             meta = {"corpus": corpus.name, "sha256": corpus.key, "vocab_size": tokenizer.vocab_size}
             file.write(json.dumps(meta).encode())
+    return open_data(folder, val_fraction=val_fraction, say=say)
+
+
+def token_key(corpus: Corpus, vocab_size: int) -> str:
+    """Return the name of the tokens that `prepare_data` makes of a corpus: a hash of all that they depend on."""
+    return hashlib.sha256(f"{corpus.key} bpe {vocab_size} {TRAINER_CHARS}".encode()).hexdigest()[:16]
+
+
+def open_data(
+    folder: Path | str, *, val_fraction: float, say: Callable[[str], None] = lambda message: None
+) -> TokenDataset:
+    """Open a folder of tokens that `prepare_data` has written, without a look at the text they were made of.
+
+    Raises:
+        FileNotFoundError: if there is none, or only half of one.
+    """
+    folder = Path(folder)
+    if not (folder / "meta.json").exists():
+        raise FileNotFoundError(f"data: there are no tokens in {folder}")
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
     tokens = np.memmap(folder / "tokens.bin", dtype=_id_dtype(tokenizer), mode="r")
     split = len(tokens) - max(1, round(len(tokens) * val_fraction))
     say(f"{tokenizer.vocab_size:,} distinct tokens; {split:,} to train on, {len(tokens) - split:,} to validate on.")
-    return TokenDataset(
-        tokens[:split], tokens[split:], tokenizer, key, corpus.name, None if path is None else str(path)
-    )
+    name = json.loads((folder / "meta.json").read_text())["corpus"]
+    return TokenDataset(tokens[:split], tokens[split:], tokenizer, folder.name, name)
 
 
 def _id_dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
@@ -232,8 +248,8 @@ def check_length(dataset: np.ndarray, context_length: int, name: str = "the data
     """Raise ValueError unless a window of `context_length` tokens and the token after it exist."""
     if context_length >= len(dataset):
         raise ValueError(
-            f"context_length must be below the number of tokens in {name}, "
-            f"got context_length={context_length} and {len(dataset)} tokens"
+            f"the text is too short: {name} has {len(dataset):,} tokens, but a sequence of {context_length:,} "
+            f"and the token after it take {context_length + 1:,}"
         )
 
 

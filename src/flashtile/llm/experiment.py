@@ -23,7 +23,7 @@ from flashtile.llm.config import Attention, ModelConfig, TrainingConfig
 from flashtile.llm.data import prepare_data
 from flashtile.llm.metrics import History, device_name
 from flashtile.llm.plot import plot_loss
-from flashtile.llm.training import resolve_device, train
+from flashtile.llm.training import RunExistsError, resolve_device, train
 
 
 def compare_attention(
@@ -33,14 +33,16 @@ def compare_attention(
     out_dir: Path | str,
     *,
     data: Path | str | None = None,
+    overwrite: bool = False,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Train one model per setting from the same weights on the same batches; write `comparison.{json,png,svg}`.
 
     Args:
-        settings: values of ModelConfig.attention.
+        settings: values of ModelConfig.attention, each once.
         out_dir: gets the results and a folder per run.
         data: as for `train`; tokenized once.
+        overwrite: start afresh although `out_dir` holds a comparison.
 
     Returns:
         what `comparison.json` holds: the configs, device, versions, commit, date, and per setting the loss of every
@@ -48,10 +50,18 @@ def compare_attention(
         `max_loss_difference` is the largest difference from the first setting's loss over all steps.
 
     Raises:
-        what `train` raises.
+        what `train` raises; ValueError for no setting, or one that is named twice.
     """
     console = console or Console()
     out = Path(out_dir)
+    if not settings or len(set(settings)) < len(settings):
+        raise ValueError(f"settings want one or more names, each once, got {', '.join(settings) or 'none'}")
+    if not overwrite and (
+        (out / "comparison.json").exists() or any((out / s / "checkpoint.pt").exists() for s in settings)
+    ):
+        raise RunExistsError(
+            f"{out} holds a comparison already: start afresh (overwrite=True) or choose another out_dir"
+        )
     device = resolve_device(training_config.device)
     dataset = prepare_data(
         data,
@@ -94,11 +104,14 @@ def compare_attention(
             file.write(json.dumps(result, indent=1).encode())
         for suffix in ("png", "svg"):
             plot_loss(histories, out / f"comparison.{suffix}", title)
+    widest = max(map(len, runs))
     for setting, run in runs.items():
         mfu = "" if run["mfu"] is None else f", MFU {run['mfu']:.1%}"
+        apart = f", at most {run['max_loss_difference']:.2g} from {settings[0]!r}" if setting != settings[0] else ""
         console.print(
-            f"{setting:>6}: {run['tokens_per_second']:,.0f} tokens/s{mfu}, validation loss "
-            f"{run['val'][-1]['val_loss']:.4f}, at most {run['max_loss_difference']:.4f} from {settings[0]!r}"
+            f"{setting:>{widest}}: {run['tokens_per_second']:,.0f} tokens/s{mfu}, validation loss "
+            f"{run['val'][-1]['val_loss']:.4f}{apart}",
+            soft_wrap=True,
         )
     return result
 

@@ -106,8 +106,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path | str) -> Tokenizer:
-        """Read what `save` wrote; FileNotFoundError if there is no such file."""
-        return cls(HFTokenizer.from_str(Path(path).read_text(encoding="utf-8")))
+        """Read what `save` wrote; FileNotFoundError if there is no such file, ValueError if it is something else."""
+        path = Path(path)
+        if not path.exists():
+            raise FileNotFoundError(f"there is no tokenizer at {path}")
+        try:
+            return cls(HFTokenizer.from_file(str(path)))
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(f"{path} is not a tokenizer, or a damaged one: {error}") from error
 
 
 def _take_chars(texts: Iterable[str], max_chars: int) -> Iterator[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
-import shlex
-import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -19,15 +18,31 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
+from flashtile.llm.atomic import replacing
 from flashtile.llm.checkpoint import check_config, read_checkpoint, restore, save_checkpoint, save_model
 from flashtile.llm.config import ModelConfig, TrainingConfig
-from flashtile.llm.data import TokenDataset, check_length, get_batch, prepare_data, windows
+from flashtile.llm.data import (
+    TokenDataset,
+    check_length,
+    find_corpus,
+    get_batch,
+    open_data,
+    prepare_data,
+    token_key,
+    windows,
+)
 from flashtile.llm.functional import IGNORE_INDEX, cross_entropy
 from flashtile.llm.metrics import History, MetricLog, device_name, flops_per_token, peak_flops
 from flashtile.llm.optimizer import clip_gradients, cosine_lr, make_optimizer
 from flashtile.llm.transformer import TransformerLM
 
 Batch = tuple[Tensor, Tensor]
+# What a new run replaces in its folder; the plot is the demonstration's.
+_LEFT_BY_A_RUN = ("checkpoint.pt", "model", "metrics.jsonl", "tensorboard", "loss.png")
+
+
+class RunExistsError(FileExistsError):
+    """A folder holds a run, and nothing says what to do with it."""
 
 
 def train(
@@ -44,52 +59,90 @@ def train(
 
     Args:
         data: text file or folder, None for the Python standard library's sources, or a dataset from `prepare_data`.
+            A resumed run goes on with its own tokens, and None means those.
         resume: continue the run in `out_dir` from its checkpoint. On a CPU every later number is, bit for bit, what an
             uninterrupted run gives.
-        overwrite: start afresh although `out_dir` holds a run.
+        overwrite: start afresh although `out_dir` holds a run. That one comes back if this one ends before its first
+            checkpoint.
         console: where progress is shown; `Console(quiet=True)` for silence.
 
     Returns:
         the losses and speeds of all steps, those before a resumption included. Ctrl-C ends the run after the current
-        step, with a checkpoint, and `interrupted` is set.
+        step, with a checkpoint, and `interrupted` is set; a second Ctrl-C ends it at once, but never within a save.
 
     Raises:
         FileNotFoundError, ValueError: for missing data or checkpoints, and values that do not fit together.
-        FileExistsError: if `out_dir` holds a run and neither `resume` nor `overwrite` says what to do with it.
+        RunExistsError: if `out_dir` holds a run and neither `resume` nor `overwrite` says what to do with it.
         FloatingPointError: if the loss is no longer finite.
     """
     console = console or Console()
     run = Path(out_dir)
     checkpoint_path = run / "checkpoint.pt"
     if checkpoint_path.exists() and not (resume or overwrite):
-        raise FileExistsError(f"{run} holds a run already: resume it (resume=True) or start afresh (overwrite=True)")
+        raise RunExistsError(f"{run} holds a run already: resume it (resume=True) or start afresh (overwrite=True)")
     saved = read_checkpoint(checkpoint_path) if resume else None
     if saved is not None:
         check_config(saved["extra"]["model_config"], model_config)
-    if isinstance(data, TokenDataset):
-        dataset = data
-    else:
-        dataset = prepare_data(
-            data,
-            vocab_size=model_config.vocab_size,
-            val_fraction=training_config.val_fraction,
-            cache_dir=run / "data",
-            say=partial(console.print, soft_wrap=True, markup=False),
-        )
+        if saved["iteration"] > training_config.steps:
+            raise ValueError(
+                f"steps is {training_config.steps}, but the run in {run} is past that: it has done {saved['iteration']}"
+            )
+    dataset = _dataset(data, run, saved, model_config, training_config, console)
     if dataset.tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(
             f"vocab_size must hold the tokenizer's {dataset.tokenizer.vocab_size} tokens, got {model_config.vocab_size}"
         )
     check_length(dataset.train, model_config.context_length, "the training split")
     check_length(dataset.val, model_config.context_length, "the validation split")
-    trainer = Trainer(model_config, training_config, dataset, run, saved)
-    if saved is None:
-        # What an earlier run left must not be taken for this one's if this one is killed before it saves.
-        checkpoint_path.unlink(missing_ok=True)
-        shutil.rmtree(run / "model", ignore_errors=True)
     for leftover in run.glob(".*.tmp"):  # what a kill in the middle of a write has left
         leftover.unlink()
-    return trainer.run(console)
+    # What an earlier run left must not be taken for this one's if this one is killed before it saves.
+    with replacing(run, _LEFT_BY_A_RUN, checkpoint_path.name) if saved is None else nullcontext():
+        return Trainer(model_config, training_config, dataset, run, saved).run(console)
+
+
+def _dataset(
+    data: Path | str | TokenDataset | None,
+    run: Path,
+    saved: dict | None,
+    model_config: ModelConfig,
+    training_config: TrainingConfig,
+    console: Console,
+) -> TokenDataset:
+    """Return the tokens to train on; where a run goes on its own, even if their text is not there any more."""
+    if isinstance(data, TokenDataset):
+        return data
+    say = partial(console.print, soft_wrap=True, markup=False)
+    if saved is not None:
+        key = saved["extra"]["data_key"]
+        own = run / "data" / key
+        its_name = _name_of(own)
+        if data is not None:
+            corpus = find_corpus(data)
+            if token_key(corpus, model_config.vocab_size) != key:
+                what = "that has changed since" if corpus.name == its_name else f"not {corpus.name}"
+                raise ValueError(
+                    f"data: the run in {run} learns from {its_name or 'other text'}, {what}; it goes on with its own "
+                    f"tokens if no data is named"
+                )
+        if its_name:
+            say(f"Going on with {its_name}, tokenized earlier.")
+            return open_data(own, val_fraction=training_config.val_fraction, say=say)
+        if data is None:
+            raise FileNotFoundError(f"data: the run's tokens are missing from {own}; name the data it was started with")
+    return prepare_data(
+        data,
+        vocab_size=model_config.vocab_size,
+        val_fraction=training_config.val_fraction,
+        cache_dir=run / "data",
+        say=say,
+    )
+
+
+def _name_of(folder: Path) -> str:
+    """Return what the text in a folder of tokens is called, nothing if there are none."""
+    meta = folder / "meta.json"
+    return json.loads(meta.read_text())["corpus"] if meta.exists() else ""
 
 
 class Trainer:
@@ -146,6 +199,12 @@ class Trainer:
     def run(self, console: Console) -> History:
         """Train up to `config.steps` and return the history."""
         config = self.config
+        if self.step == config.steps:
+            done = f"Nothing to do: the run in {self.directory} has done all of its {self.step:,} steps."
+            console.print(done, soft_wrap=True, markup=False, highlight=False)
+            save_model(self.model, self.dataset.tokenizer, self.directory / "model")  # a kill may have come before it
+            self.log.close()
+            return self.log.history
         self._announce(console)
         progress = Progress(
             TextColumn("training"),
@@ -167,26 +226,24 @@ class Trainer:
                     if last or self.step % config.eval_interval == 0:
                         self._validate(progress.console)
                     if self.step % config.checkpoint_interval == 0:
-                        self.save()
+                        with interrupted.held_back():
+                            self.save()
                     progress.update(task, completed=self.step)
-                self.save()
-                save_model(self.model, self.dataset.tokenizer, self.directory / "model")
+                with interrupted.held_back():
+                    self.save()
+                    save_model(self.model, self.dataset.tokenizer, self.directory / "model")
             self.log.history.interrupted = self.step < config.steps
         finally:
             self.log.close()
         if self.log.history.interrupted:
-            stopped = f"Stopped after step {self.step} of {config.steps}; the checkpoint is saved. Resume with:"
-            console.print(stopped, soft_wrap=True)
-            command = ["flashtile", "train", "--resume", "--out-dir", str(self.directory)]
-            if self.dataset.source is not None:
-                command += ["--data", self.dataset.source]
-            console.print(f"    {shlex.join(command)}", soft_wrap=True, markup=False)
+            console.print(f"Stopped after step {self.step} of {config.steps}; the checkpoint is saved.", soft_wrap=True)
         return self.log.history
 
     def _announce(self, console: Console) -> None:
         model = self.model.config
+        size = self.model.num_parameters()
         console.print(
-            f"{self.model.num_parameters() / 1e6:.1f} M parameters, attention {model.attention!r}, "
+            f"{f'{size / 1e6:.1f} M' if size >= 1e5 else f'{size:,}'} parameters, attention {model.attention!r}, "
             f"{device_name(self.device)}, {str(self.autocast_dtype).removeprefix('torch.')}, "
             f"{self.tokens_per_step:,} tokens a step; a uniform guess has loss {math.log(model.vocab_size):.2f}.",
             soft_wrap=True,
@@ -352,18 +409,34 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+class Interrupt(threading.Event):
+    """Set by Ctrl-C."""
+
+    holding = False
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Have no Ctrl-C end the block, however many there are: they set the event, and that is all."""
+        self.holding = True
+        try:
+            yield
+        finally:
+            self.holding = False
+
+
 @contextmanager
-def catch_interrupt() -> Iterator[threading.Event]:
+def catch_interrupt() -> Iterator[Interrupt]:
     """Turn the first Ctrl-C into an event, so a step can finish; a second one interrupts at once as usual."""
-    event = threading.Event()
+    event = Interrupt()
     if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
         yield event
         return
     previous = signal.getsignal(signal.SIGINT)
 
     def handle(signum: int, frame: object) -> None:
+        if event.is_set() and not event.holding:
+            raise KeyboardInterrupt
         event.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGINT, handle)
     try:
