@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -46,10 +48,17 @@ def test_help_has_examples(command, capsys):
     assert f"  flashtile {' '.join(command)}" in out.split("Examples:")[1]
 
 
-def test_no_command_shows_the_commands(capsys):
+def test_no_command_shows_the_commands_and_the_flags(capsys):
     assert exit_status() == 0
     out = capsys.readouterr().out
     assert all(name in out for name in cli.COMMANDS)
+    assert all(f"--{flag}" in out.split(" options ")[1] for flag in cli.FLAGS)
+
+
+def test_train_help_reads_right(capsys):
+    assert exit_status("train", "--help") == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert re.search("--tensorboard, --no-tensorboard [^-]*Whether to write TensorBoard events", words)
 
 
 def test_help_imports_nothing_heavy():
@@ -91,6 +100,8 @@ def test_mistyped(args, capsys):
     [
         ("explain --heads 3 --heads-kv 2", "q has 3 heads, but wants a multiple of the 2 heads"),
         ("explain --head-dim 1000", "head_dim 1000"),
+        ("bench flash-attention --seq-len 16 0", "--seq-len is 0, but wants 1 or more"),
+        ("bench flash-attention --window -1", "--window is -1, but wants 0 or more"),
         ("explain --seqlen -1", "--seqlen is -1, but wants 0 or more"),
         ("explain --head-dim -3", "--head-dim is -3, but wants 1 or more"),
         ("explain --head-dim-v 0", "--head-dim-v is 0, but wants 1 or more"),
@@ -184,10 +195,10 @@ class TestDoctor:
         bad = replace(good, errors=dict.fromkeys(doctor.FACTORS, 1234.5))
         failed = replace(good, errors={}, failure="RuntimeError: no luck")
         mixed = replace(good, backward="triton")
-        console = Console(width=80, file=io.StringIO())
-        console.print(doctor.table_of([good, bad, failed, mixed]))
-        lines = [line for line in console.file.getvalue().splitlines() if "bf16" in line]
-        assert "…" not in console.file.getvalue()
+        out = io.StringIO()
+        Console(width=80, file=out).print(doctor.table_of([good, bad, failed, mixed]))
+        lines = [line for line in out.getvalue().splitlines() if "bf16" in line]
+        assert "…" not in out.getvalue()
         shown = [line for line in lines if f"{where} on cuda" in line]
         assert [line.split()[-1] for line in shown] == ["ok", "wrong", "failed"], lines
         assert sum(line.split()[-1] == "ok" for line in lines) == 2  # a longer name folds, in its own column
@@ -216,7 +227,8 @@ class TestDoctor:
         expected = {("cpu", "cpu", float32), ("cpu", "cpu", doctor.torch.bfloat16)}
         if doctor.dispatch.has_triton():
             expected.add(("cpu", "triton", float32))
-        assert {check for check in doctor.self_checks() if check[0] == "cpu"} == expected
+        checks: Any = doctor.self_checks()
+        assert {check for check in checks if check[0] == "cpu"} == expected
 
     def test_reports_an_exception(self, monkeypatch):
         def broken(*args, **kwargs):
@@ -238,7 +250,12 @@ def test_presets_are_those_of_the_llm():
 @pytest.mark.parametrize("kind", cli.BENCHMARKS)
 def test_benchmarks_are_there(kind, capsys):
     assert exit_status("bench", kind, "--help") == 0
-    assert f"usage: flashtile bench {kind}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"usage: flashtile bench {kind}" in told
+    assert f"Examples:\n  flashtile bench {kind}" in told
+    assert "python -m" not in told
+    assert "(default: )" not in " ".join(told.split())
+    assert kind in cli._description(cli.bench).split("Examples")[0]
 
 
 def test_compare(cpu_path, corpus, tmp_path, capsys):

@@ -10,10 +10,10 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 
@@ -326,7 +326,7 @@ def bench(args: Sequence[str]) -> None:
       flashtile bench llama --help
     """
     kind, rest = _choose("flashtile bench", {n: text for n, (_, text) in BENCHMARKS.items()}, args, _description(bench))
-    # The script reads its own options; this is the name its usage line shows.
+    # The script reads its own options; this is the name that its help shows.
     sys.argv[0] = f"flashtile bench {kind}"
     importlib.import_module(f"flashtile.bench_mark.{BENCHMARKS[kind][0]}").main(rest)
 
@@ -339,6 +339,10 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "bench": bench,
     "explain": explain,
     "doctor": doctor,
+}
+FLAGS = {
+    "version": "Print the version, and do nothing else.",
+    "traceback": "After an error, show where it came from: flashtile --traceback COMMAND ...",
 }
 _READ_THEIR_ARGUMENTS = (train, bench)  # the others' arguments are read off their signatures
 _STYLE = (tyro.conf.FlagCreatePairsOff,)
@@ -353,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       flashtile explain --seqlen 4096 --causal      which kernel serves a shape, and why
       flashtile doctor                              what works on this machine
 
-    Each command has its own --help. After an error, flashtile --traceback COMMAND ... shows where it came from.
+    Each command has its own --help.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["--version"]:
@@ -363,9 +367,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     traceback = args[:1] == ["--traceback"]
     summaries = {name: _description(command).split("\n")[0] for name, command in COMMANDS.items()}
-    name, rest = _choose("flashtile", summaries, args[traceback:], _description(main))
-    command = COMMANDS[name]
     try:
+        name, rest = _choose("flashtile", summaries, args[traceback:], _description(main), FLAGS)
+        command = COMMANDS[name]
         status = (
             command(rest) if command in _READ_THEIR_ARGUMENTS else _parse(command, name, _description(command), rest)
         )
@@ -387,13 +391,22 @@ def _parse(target: Callable[..., Any], name: str, description: str, args: Sequen
     return tyro.cli(target, prog=f"flashtile {name}", description=description, args=args, config=config)
 
 
-def _choose(prog: str, summaries: dict[str, str], args: Sequence[str], description: str) -> tuple[str, list[str]]:
+def _choose(
+    prog: str, summaries: dict[str, str], args: Sequence[str], description: str, flags: Mapping[str, str] | None = None
+) -> tuple[str, list[str]]:
     """Split the arguments into a subcommand and what follows; without a valid one, print help or the error and exit."""
     if args and args[0] in summaries:
         return args[0], list(args[1:])
     # Stubs instead of the commands, whose arguments would take heavy imports to describe.
-    stubs = {name: _stub(summary) for name, summary in summaries.items()}
-    tyro.extras.subcommand_cli_from_dict(stubs, prog=prog, description=description, args=args or ["--help"])
+    stubs = tuple(
+        Annotated[make_dataclass("Stub", []), tyro.conf.subcommand(name, description=summary)]
+        for name, summary in summaries.items()
+    )
+    hints = {name: tyro.conf.arg(help=text, help_behavior_hint="") for name, text in (flags or {}).items()}
+    options = [(name, Annotated[bool, hint], field(default=False)) for name, hint in hints.items()]
+    everything = make_dataclass("Options", [("command", Annotated[Union[stubs], tyro.conf.arg(name="")]), *options])  # noqa: UP007
+    config = (*_STYLE, tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
+    tyro.cli(everything, prog=prog, description=description, args=args or ["--help"], config=config)
     raise AssertionError("unreachable: tyro exits without a valid subcommand")
 
 
@@ -404,13 +417,6 @@ def _share_the_cores() -> None:
     for was not running. Sleeping costs 15 % on an idle machine and holds up on a busy one (7,600 and 4,800 tokens/s).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def _stub(summary: str) -> Callable[[], None]:
-    def stub() -> None: ...
-
-    stub.__doc__ = summary
-    return stub
 
 
 def _description(command: Callable[..., Any]) -> str:

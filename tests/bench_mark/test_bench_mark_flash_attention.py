@@ -166,6 +166,13 @@ def test_a_peer_that_fails_or_is_wrong_is_a_row(tmp_path, console, monkeypatch):
     assert "CUDA says no" in console.file.getvalue()
 
 
+def test_who_is_not_measured_has_a_reason(tmp_path, console):
+    bench.run(options(tmp_path, providers=("fa2", "flashtile"), head_dim=(300,), seq_len=(16,)), console)
+    told = console.file.getvalue()
+    assert "fa2              not measured: runs on cuda only" in told
+    assert "flashtile        not measured: head_dim is at most 256" in told
+
+
 def test_the_command_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         bench.main(["--help"])

@@ -1,7 +1,8 @@
 """The plain baseline: the language model's readable attention, with and without torch.compile.
 
-    python -m flashtile.bench_mark.bench_mark_atten
-    python -m flashtile.bench_mark.bench_mark_atten --d-model 512 1024 --seq-len 1024 4096 --attentions naive flash sdpa
+Examples:
+  python -m flashtile.bench_mark.bench_mark_atten
+  python -m flashtile.bench_mark.bench_mark_atten --d-model 512 1024 --seq-len 1024 4096 --attentions naive flash sdpa
 
 ``ScaledDotProductAttention`` alone, then the multi-head modules around it, over widths and lengths: time and peak
 memory of the forward and backward passes. This is what a page of PyTorch gives, and what the kernels are for.

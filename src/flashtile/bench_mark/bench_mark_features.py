@@ -1,8 +1,9 @@
 """What masks, scores and packed sequences cost: against plain causal attention, and against FlexAttention.
 
-    python -m flashtile.bench_mark.bench_mark_features                     everything, in some 200 s on a GPU
-    python -m flashtile.bench_mark.bench_mark_features --groups window softcap --head-dim 64 --providers flashtile
-    python -m flashtile.bench_mark.bench_mark_features --groups plain --compiles       and count compiled kernels
+Examples:
+  python -m flashtile.bench_mark.bench_mark_features                     everything, in some 200 s on a GPU
+  python -m flashtile.bench_mark.bench_mark_features --groups window softcap --head-dim 64 --providers flashtile
+  python -m flashtile.bench_mark.bench_mark_features --groups plain --compiles       and count compiled kernels
 
 Each group of features has a process of its own for each provider and head_dim, in which plain causal attention of the
 same shape takes its turns too: a feature's ratio is to that one. Processes compile at the same time, but check and time

@@ -1,11 +1,12 @@
 """Every provider of attention against every other: checked first, then timed, over a sweep of shapes.
 
-    python -m flashtile.bench_mark.bench_mark_flash_attention                         small sweep on whatever is here
-    python -m flashtile.bench_mark.bench_mark_flash_attention --preset performance24 --seconds 240
-    python -m flashtile.bench_mark.bench_mark_flash_attention --preset serving
-    python -m flashtile.bench_mark.bench_mark_flash_attention --preset performance24 --modes backward deterministic
-    python -m flashtile.bench_mark.bench_mark_flash_attention --head-dim 64 128 --seq-len 1024 4096 --causal yes \\
-        --providers flashtile fa2 flex --modes forward both
+Examples:
+  python -m flashtile.bench_mark.bench_mark_flash_attention                         small sweep on whatever is here
+  python -m flashtile.bench_mark.bench_mark_flash_attention --preset performance24 --seconds 240
+  python -m flashtile.bench_mark.bench_mark_flash_attention --preset serving
+  python -m flashtile.bench_mark.bench_mark_flash_attention --preset performance24 --modes backward deterministic
+  python -m flashtile.bench_mark.bench_mark_flash_attention --head-dim 64 128 --seq-len 1024 4096 --causal yes \\
+      --providers flashtile fa2 flex --modes forward both
 
 Shapes hold batch x seqlen and heads x head_dim fixed unless --batch-size or --heads says otherwise. The result file is
 rewritten after every shape, so Ctrl-C, a time limit or a crash loses at most the shape being measured.
@@ -370,7 +371,8 @@ def print_summary(result: Result, console: Console) -> None:
             if "tflops" in entry:
                 text += f"{entry['measured']}/{entry['shapes']} shapes  {cell(entry['tflops']):>7} TFLOP/s"
             else:
-                text += "not measured"
+                reasons = (r["reason"] for r in result.rows if (r["mode"], r["provider"]) == (mode, name))
+                text += "not measured: " + "; ".join(dict.fromkeys(reason for reason in reasons if reason))
             for ratio, worst in _RATIOS.items():
                 if ratio in entry:
                     text += f"  {ratio} {entry[ratio]:.3f} ({worst} {entry[f'{ratio}_{worst}']:.3f})"
@@ -384,7 +386,7 @@ def print_summary(result: Result, console: Console) -> None:
 
 def main(args: Sequence[str] | None = None) -> Result:
     """Run from the command line."""
-    return run(progress.parse(Options, __doc__, args))
+    return run(progress.parse(Options, __doc__, args, may_be_zero=("window",)))
 
 
 if __name__ == "__main__":

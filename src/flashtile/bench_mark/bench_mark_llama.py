@@ -1,7 +1,8 @@
 """One LLaMA-7B-shaped layer at 2,048 tokens: standard attention against flash, in time and memory.
 
-    python -m flashtile.bench_mark.bench_mark_llama
-    python -m flashtile.bench_mark.bench_mark_llama --seq-len 4096 --batch-size 2 --compile
+Examples:
+  python -m flashtile.bench_mark.bench_mark_llama
+  python -m flashtile.bench_mark.bench_mark_llama --seq-len 4096 --batch-size 2 --compile
 
 Three sizes of the same thing: attention alone (32 heads x 128), the attention layer around it (projections and rotary
 positions, d_model 4096), and the whole block (with SwiGLU, d_ff 11008). The published figures to beat are 3.4 times the

@@ -1,7 +1,8 @@
 """What the host pays: microseconds per call at a tiny shape, and seconds from import to the first result.
 
-    python -m flashtile.bench_mark.bench_mark_overhead
-    python -m flashtile.bench_mark.bench_mark_overhead --no-first-call --calls 2000
+Examples:
+  python -m flashtile.bench_mark.bench_mark_overhead
+  python -m flashtile.bench_mark.bench_mark_overhead --no-first-call --calls 2000
 
 At a tiny shape the device waits for the host, so back-to-back calls measure the host: eager without and with a graph to
 be recorded, forward with backward, the operator as compilers see it, inside torch.compile, and replayed from a CUDA

@@ -1,7 +1,8 @@
 """Make the docs' tables and plots from result files: nothing in them is typed by hand.
 
-    python -m flashtile.bench_mark.plot                                      docs/results/*.json -> docs/benchmarks.md
-    python -m flashtile.bench_mark.plot --results out/bench_mark/flash_attention.json --docs None --figures /tmp/figures
+Examples:
+  python -m flashtile.bench_mark.plot                                      docs/results/*.json -> docs/benchmarks.md
+  python -m flashtile.bench_mark.plot --results out/bench_mark/flash_attention.json --docs None --figures /tmp/figures
 
 Each result file gives one section: where it comes from, its tables, its figures (PNG files beside the result, or in
 --figures). The sections replace what stands between the two markers of the docs page; the prose around them stays.

@@ -1,8 +1,9 @@
 """Make the launch table on a real GPU: try tile sizes for each kernel, head_dim and dtype, keep the fastest.
 
-    python -m flashtile.bench_mark.tune_launch --seconds 540
-    python -m flashtile.bench_mark.tune_launch --head-dims 64 128 256 --dtypes bf16 --seconds 400 --write
-    python -m flashtile.bench_mark.tune_launch --apply out/bench_mark/tune_launch.json      no GPU needed
+Examples:
+  python -m flashtile.bench_mark.tune_launch --seconds 540
+  python -m flashtile.bench_mark.tune_launch --head-dims 64 128 256 --dtypes bf16 --seconds 400 --write
+  python -m flashtile.bench_mark.tune_launch --apply out/bench_mark/tune_launch.json      no GPU needed
 
 Configurations are compiled in parallel processes, checked against the answer of the table as it is, screened, and the
 best few timed against each other in shuffled order. The result file is rewritten after every group; --write, or --apply

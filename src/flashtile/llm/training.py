@@ -97,8 +97,13 @@ def train(
     for leftover in run.glob(".*.tmp"):  # what a kill in the middle of a write has left
         leftover.unlink()
     # What an earlier run left must not be taken for this one's if this one is killed before it saves.
-    with replacing(run, _LEFT_BY_A_RUN, checkpoint_path.name) if saved is None else nullcontext():
-        return Trainer(model_config, training_config, dataset, run, saved).run(console)
+    try:
+        with replacing(run, _LEFT_BY_A_RUN, checkpoint_path.name) if saved is None else nullcontext():
+            return Trainer(model_config, training_config, dataset, run, saved).run(console)
+    except KeyboardInterrupt:
+        left = "is as at its last checkpoint" if checkpoint_path.exists() else "has no checkpoint yet"
+        console.print(f"Stopped at once: {run} {left}.", soft_wrap=True, markup=False, highlight=False)
+        raise
 
 
 def _dataset(
