@@ -7,7 +7,7 @@ from flashtile.bench_mark import bench_mark_flash_attention as bench
 from flashtile.bench_mark import plot
 from flashtile.bench_mark.bench_mark_llama import ratios
 from flashtile.bench_mark.measure import Case
-from flashtile.bench_mark.providers import select
+from flashtile.bench_mark.providers import PROVIDERS, select
 from flashtile.bench_mark.result import Result
 
 PAGE = f"# Title\n\nprose\n\n{plot.BEGIN}\nold\n{plot.END}\nend\n"
@@ -85,3 +85,19 @@ def test_other_benchmarks_get_their_rows_as_a_table(tmp_path):
     result.rows = [{"what": "eager", "microseconds": 12.5}, {"what": "graph", "microseconds": 2.5}]
     text = plot.section(result.save(tmp_path / "overhead.json"), tmp_path / "page.md", None)
     assert "| eager | 12.5 |" in text
+
+
+def test_ratios_can_be_read_off(tmp_path, attention_result, monkeypatch):
+    """Several labelled ticks on every panel, none without a label, and markers that new providers do not move."""
+    figures = []
+    monkeypatch.setattr(plot, "_finish", lambda figure, result, title, path: figures.append(figure) or path)
+    plot.plot_ratios(attention_result, tmp_path / "ratios.png")
+    for axis in figures[0].axes:
+        figures[0].canvas.draw()
+        labels = [label.get_text() for label in axis.get_yticklabels()]
+        assert len(labels) >= 3
+        assert "1x" in labels
+        assert all(labels)
+        assert not list(axis.yaxis.get_minorticklocs())
+    assert set(plot.MARKERS) | {"flashtile"} == set(PROVIDERS) == set(plot.COLOURS) - {"flash"}
+    assert len(set(plot.MARKERS.values())) == len(plot.MARKERS)

@@ -30,6 +30,12 @@ COLOURS = {
     "efficient": "#b8a23a", "sdpa": "#009e73", "naive": "#c9ccd1", "naive_compiled": "#a3a9b3",
     "dense_compiled": "#8a90a0", "mock": "#e8c39e", "flash": "#d55e00",
 }  # fmt: skip
+# By name, so that a new provider changes no picture.
+MARKERS = {
+    "flashtile_triton": "d", "fa2": "o", "cudnn": "s", "fa3": "D", "flex": "v", "efficient": "^", "sdpa": "P",
+    "naive": "X", "naive_compiled": "<", "dense_compiled": ">", "mock": "*",
+}  # fmt: skip
+_RATIO_TICKS = tuple(m * 10.0**e for e in range(-2, 3) for m in (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
 _SHAPE = ("dtype", "head_dim", "causal", "seqlen", "batch", "heads", "heads_kv", "window")
 _INK, _GRID = "#2f3437", "#e3e6e8"
 
@@ -259,10 +265,11 @@ def _label(name: str) -> str:
 def plot_ratios(result: Result, path: Path) -> Path:
     """Draw how many times faster flashtile is than each peer, shape by shape."""
     plt = _pyplot()
+    from matplotlib import ticker
+
     modes = modes_of(result.rows)
     size = (9.5, 0.8 + 2.3 * len(modes))
     figure, axes = plt.subplots(len(modes), 1, figsize=size, squeeze=False, layout="constrained")
-    markers = dict(zip(PROVIDERS, "oosDv^PX<>*", strict=False))
     for axis, mode in zip(axes[:, 0], modes, strict=True):
         rows = [row for row in result.rows if row["mode"] == mode and row["status"] == "ok"]
         shapes = list(dict.fromkeys(sorted(map(shape_of, rows))))
@@ -271,11 +278,14 @@ def plot_ratios(result: Result, path: Path) -> Path:
             points = [(x, ms[s, name] / ms[s, "flashtile"]) for x, s in enumerate(shapes)
                       if (s, name) in ms and (s, "flashtile") in ms]  # fmt: skip
             if name != "flashtile" and points:
-                axis.plot(*zip(*points, strict=True), markers.get(name, "o"), ms=5, color=COLOURS.get(name, "#444444"),
+                axis.plot(*zip(*points, strict=True), MARKERS.get(name, "o"), ms=5, color=COLOURS.get(name, "#444444"),
                           label=f"against {_label(name)}")  # fmt: skip
         axis.axhline(1.0, color=_INK, lw=0.9)
         axis.set_yscale("log", base=2)
+        low, high = axis.get_ylim()
+        axis.set_yticks([tick for tick in _RATIO_TICKS if low <= tick <= high])
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        axis.yaxis.set_minor_locator(ticker.NullLocator())
         axis.set_ylabel(f"{mode}: times faster")
         axis.set_xticks(range(len(shapes)), [f"{s[3]}" for s in shapes], rotation=60, fontsize=7)
         axis.tick_params(length=0)
