@@ -61,9 +61,10 @@ lint: .venv/.ready-lint  ## ruff and pyright
 	@status=0; for check in "ruff check" "ruff format --check" pyright; do \
 	    echo "$(BIN)/$$check"; $(BIN)/$$check || status=1; done; exit $$status
 
-format: .venv/.ready-lint  ## rewrite the code as ruff wants it
+format: .venv/.ready-lint  ## rewrite the code as ruff wants it; renew the line numbers in the docs
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	$(BIN)/python -m tests.doc_links
 
 bench: .venv/.ready  ## measure attention on this machine
 	$(BIN)/flashtile bench flash-attention $(ARGS)

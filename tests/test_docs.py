@@ -2,12 +2,11 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")})
+from tests.doc_links import PAGES, ROOT, line_of, renewed
+
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -61,6 +60,44 @@ def test_links_resolve(page):
             assert last <= len(target.read_text().splitlines()), f"{page.name} links to {link}, past the end"
         elif anchor and target.suffix == ".md":
             assert anchor in headings(target.read_text()), f"{page.name} links to {link}, which has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_into_the_code_point_at_the_line(page):
+    text = page.read_text()
+    assert text == renewed(text, page.parent), "a line has moved: make format (python -m tests.doc_links) renews them"
+
+
+def test_a_link_means_a_definition_or_the_only_line_with_its_text():
+    source = (
+        "N = 3\n@overload\ndef f(x): ...\ndef f(x):\n    y = g(x) * N\n    return y\nclass A:\n    def f2(self): 0\n"
+    )
+    meant = {"N": 1, "f": 4, "module.f": 4, "f()": 4, "A": 7, "A.f2": 8, "y = g(x)": 5}
+    assert {text: line_of(text, source) for text in meant} == meant
+    for text in ("h", "x)"):
+        with pytest.raises(ValueError, match="names no definition"):
+            line_of(text, source)
+
+
+def test_rates_in_the_derivation_are_the_measured_ones():
+    result = json.loads((ROOT / "docs/results/h200_performance24.json").read_text())
+    text = " ".join((ROOT / "docs/derivation.md").read_text().split())
+    matmul, copy = result["ceilings"]["matmul_bf16_tflops"] * 1e12, result["ceilings"]["copy_gb_per_s"] * 1e9
+    fa3 = {
+        (row["head_dim"], row["causal"], row["seqlen"]): row["tflops"]
+        for row in result["rows"]
+        if row["provider"] == "fa3" and row["mode"] == "forward"
+    }
+    n, d = 8192, 128
+    for words in (
+        f"{matmul * 1e-12:.0f} TFLOP/s in a large bf16 matmul and {copy * 1e-12:.1f} TB/s",
+        f"{4 * n * n * d / matmul * 1e6:.0f} microseconds at {matmul * 1e-12:.0f} TFLOP/s",
+        f"= 537 MB, {4 * n * n * 2 / copy * 1e6:.0f} microseconds at {copy * 1e-12:.1f} TB/s",
+        f"about **{round(matmul / copy, -1):.0f} operations per byte**",
+        f"its forward pass did {fa3[128, False, 16384]:.0f} TFLOP/s at d = 128 and n = 16,384",
+        f"up to {max(fa3.values()):.0f} at d = 256",
+    ):
+        assert words in text, f"the derivation wants: {words}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

@@ -17,7 +17,7 @@ def flashtile(*words: object) -> str:
 def _program() -> list[str]:
     beside = Path(sys.executable).with_name("flashtile.exe" if os.name == "nt" else "flashtile")
     found = shutil.which("flashtile")
-    if found and (not beside.exists() or Path(found).absolute() == beside.absolute()):
+    if found and beside.exists() and os.path.samefile(found, beside):
         return ["flashtile"]
     if beside.exists():
         return [_short(beside)]
