@@ -219,6 +219,13 @@ class TestDoctor:
         served -= {("cuda", "hopper"), ("cuda", "triton")}
         assert ("cuda", "triton") in set(doctor.self_checks())  # nothing serves it: the check is there, and fails
 
+    def test_says_why_a_hopper_gpu_has_the_portable_kernels(self, monkeypatch):
+        monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(doctor.launch, "arch_of", lambda device: "sm_90")
+        monkeypatch.setattr(doctor, "_problem", lambda device, dtype: None)
+        monkeypatch.setattr(doctor.hopper, "refusal", lambda problem, which: "wants another Triton")
+        assert any("backend 'hopper' wants another Triton" in text for text in doctor.advices())
+
     def test_the_interpreters_kernels_are_checked_too(self, monkeypatch):
         monkeypatch.setattr(doctor, "self_check", lambda device, name, dtype, is_causal: (device, name, dtype))
         monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -285,10 +285,11 @@ def explain(
     device = device.lower()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
+    kind = device.partition(":")[0]
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but torch finds no GPU; name the architecture instead, for example sm_90")
-    if device in ("cpu", "cuda"):
-        kind, arch = device, "cpu" if device == "cpu" else launch.arch_of(torch.device("cuda"))
+    if kind in ("cpu", "cuda"):
+        arch = "cpu" if kind == "cpu" else launch.arch_of(torch.device(device))
     else:
         kind, arch = "cuda", device
     problem = dispatch.Problem(

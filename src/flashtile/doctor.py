@@ -22,7 +22,7 @@ from rich.table import Table
 
 from flashtile import dispatch, mask
 from flashtile.attention import flash_attention
-from flashtile.kernel import backend, launch
+from flashtile.kernel import backend, hopper, launch
 from flashtile.kernel.flash_attention_mock import dense_attention
 
 FACTORS = {"o": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
@@ -204,6 +204,10 @@ def advices() -> Iterator[str]:
         yield "No C compiler is found; Triton needs one to launch its kernels. On Debian and Ubuntu: apt install gcc"
     if torch.cuda.is_available() and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         yield "Python.h is missing; Triton needs it to launch kernels. On Debian and Ubuntu: apt install python3-dev"
+    if torch.cuda.is_available() and launch.arch_of(torch.device("cuda")) == "sm_90":
+        refused = hopper.refusal(_problem("cuda", torch.bfloat16), "forward")
+        if refused:
+            yield f"The kernels for this Hopper GPU are not used, the portable ones are: backend 'hopper' {refused}."
     if dispatch.interpreting():
         yield "TRITON_INTERPRET=1 is set: kernels run in Triton's slow interpreter. Unset it for speed."
 
