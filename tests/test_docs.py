@@ -121,6 +121,15 @@ def test_speed_in_the_readme_is_the_measured_one():
         assert row in (ROOT / "README.md").read_text(), f"the README's table wants the row {row}"
 
 
+def test_speed_of_the_hopper_kernels_in_the_readme_is_the_measured_one():
+    summary = json.loads((ROOT / "docs/results/h200_hopper_backward.json").read_text())["summary"]
+    measured = summary["backward"]["flashtile"]
+    assert measured["measured"] == 24
+    mean, lowest = measured["vs_best_peer"], measured["vs_best_peer_lowest"]
+    words = f"{mean:.2f} times as fast as cuDNN's over the same 24 shapes, at least {lowest:.2f} times on each"
+    assert words in " ".join((ROOT / "README.md").read_text().split())
+
+
 def test_commands_in_the_readme_exist():
     pytest.importorskip("tyro")
     from flashtile import cli
