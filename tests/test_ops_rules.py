@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flashtile import flash_attention, flash_attention_varlen, mask, ops, score
 from flashtile.dropout import Dropout
 from flashtile.kernel import autograd
-from flashtile.kernel.rules import Rules, flatten, key_of, structure_of, unflatten
+from flashtile.kernel.rules import Rules, flatten, key_of, num_learned, structure_of, unflatten
 from flashtile.seqlen import Seqlens
 from tests.reference import Case
 from tests.test_attention import everywhere
@@ -87,6 +87,15 @@ def test_numbers_and_tensors_are_no_part_of_the_key():
     assert len(keys) == 1
     assert "softcap" in (key := keys.pop())
     assert key_of(structure_of(key)) == key
+
+
+@pytest.mark.parametrize("sinks", [None, torch.ones(4)], ids=["", "sinks"])
+def test_learned_tensors_are_counted_without_them(sinks):
+    slopes, ids = score.alibi(torch.ones(4)), torch.zeros(4, dtype=torch.int32)
+    chain = slopes.then(score.softcap(2.0)).then(score.bias(torch.ones(4, 4)))
+    for value in (None, score.softcap(3.0), slopes, chain, score.relative_position(torch.ones(32, 4))):
+        rules = Rules(1.0, mask.document(ids), value, sinks, seqlens=Seqlens(ids, ids))
+        assert num_learned(key_of(flatten(rules).structure)) == len(rules.learned())
     with pytest.raises(ValueError, match="rules are 'nothing', but want a text that this process made"):
         structure_of("nothing")
 

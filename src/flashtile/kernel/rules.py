@@ -7,6 +7,7 @@ tensors, integers and floats, and ``unflatten`` puts them together again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -190,6 +191,20 @@ def rules_of(
 ) -> Rules:
     """Return the rules that an operator was given."""
     return unflatten(softmax_scale, Flat(structure_of(key), list(tensors), list(ints), list(floats)))
+
+
+@functools.cache
+def num_learned(key: str) -> int:
+    """Return how many tensors ``rules.learned()`` has."""
+    score, sinks = structure_of(key)[1][:2]
+    of_score = _num_tensors(score[-1]) if score[0] is Score else 0  # (of its arguments)
+    return of_score + _num_tensors(sinks)
+
+
+def _num_tensors(structure: Any) -> int:
+    if structure in (_TENSOR, _ENTRIES):
+        return 1
+    return sum(map(_num_tensors, structure)) if isinstance(structure, tuple) and structure[:1] != ("constant",) else 0
 
 
 def mask_predicate(key: str) -> Any:

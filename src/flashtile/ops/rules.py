@@ -18,7 +18,7 @@ from torch.library import register_autograd, register_fake, register_vmap
 
 from flashtile.kernel import autograd
 from flashtile.kernel.layout import empty_in_order_of
-from flashtile.kernel.rules import Rules, flatten, key_of, rules_of
+from flashtile.kernel.rules import Rules, flatten, key_of, num_learned, rules_of
 from flashtile.ops.plain import DEVICES, TAGS, four_dimensions, library
 from flashtile.ops.tangent import loop, tangents
 
@@ -175,7 +175,7 @@ def _differentiate(ctx: Any, do: Any, dlse: Any, needs_tensors: list[bool]) -> t
         return [None] * 3, [None] * len(needs_tensors)
     scale, key, ints, floats, changing = ctx.options[:5]
     q, k, v, o, lse, *tensors = ctx.saved_tensors
-    of_learned = _learned(key, scale, ints, floats, tensors, needs)
+    of_learned = needs[: 3 + num_learned(key)]  # what follows among the tensors has no gradients
     args = (do, q, k, v, o, lse, dlse, scale, key, ints, floats, changing, of_learned)
     if autograd.autocasts(q):
         with torch.autocast(q.device.type, enabled=False):
@@ -187,13 +187,6 @@ def _differentiate(ctx: Any, do: Any, dlse: Any, needs_tensors: list[bool]) -> t
     grads = iter(found)
     every = [next(grads) if need else None for need in needs]
     return every[:3], every[3:]
-
-
-def _learned(
-    key: str, scale: float, ints: Any, floats: Any, tensors: Sequence[Tensor], needs: list[bool]
-) -> list[bool]:
-    """Cut ``needs`` to q, k, v and the learned tensors: what follows among the tensors has no gradients."""
-    return needs[: 3 + len(rules_of(key, scale, tensors, ints, [0.0] * len(floats)).learned())]
 
 
 def _is_tracing() -> bool:
