@@ -24,7 +24,9 @@ def visible(mask: Mask, seqlen_q: int, seqlen_k: int | None = None, batch: int =
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     device = next(mask.tensors(), torch.empty(0)).device
-    where = Where(batch, head, seqlen_q, seqlen_k)
+    # Tensors, as on the CPU path: ~ of a comparison of numbers would be no truth value.
+    place = torch.tensor([batch, head], device=device).view(2, 1, 1)
+    where = Where(place[0], place[1], seqlen_q, seqlen_k)
     k_idx = torch.arange(seqlen_k, device=device)[None, :]
     rows = torch.arange(seqlen_q, device=device)[:, None].split(_ROWS_AT_A_TIME)
     parts = [mask.predicate(where, q_idx, k_idx, mask.args).expand(len(q_idx), seqlen_k).cpu() for q_idx in rows]
