@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtile import mask
+from flashtile import flash_attention, mask
 from flashtile.kernel.flash_attention_mock import blockwise_backward, blockwise_forward
 from flashtile.mask import Mask, causal, chunked, document, full, gather, key_padding, prefix, select, window
 from flashtile.seqlen import Where
+from tests.conftest import INTERPRETED
 from tests.reference import Case, Result, assert_result_accurate, plain, reference
 
 BATCH, HEADS = 2, 2
@@ -294,6 +295,37 @@ def test_to_moves_every_tensor() -> None:
 
 # --- arguments that cannot be ----------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize(
+    ("make", "shape_q", "shape_k"),
+    [
+        (lambda: torch.ones(0, 2, 5, 7).bool(), (0, 2, 5, 8), (0, 2, 7, 8)),
+        (lambda: torch.ones(1, 2, 0, 7).bool(), (1, 2, 0, 8), (1, 2, 7, 8)),
+        (lambda: torch.ones(5, 0).bool(), (1, 2, 5, 8), (1, 2, 0, 8)),
+        (lambda: mask.block_sparse(torch.ones(2, 0).bool(), 4, 4), (1, 2, 5, 8), (1, 2, 0, 8)),
+        (lambda: document(torch.zeros(0).int()), (1, 2, 5, 8), (1, 2, 0, 8)),
+        (lambda: document(torch.zeros(0, 7).int()), (0, 2, 5, 8), (0, 2, 7, 8)),
+        (lambda: prefix(torch.zeros(0).int()) | causal(), (0, 2, 5, 8), (0, 2, 7, 8)),
+        (lambda: key_padding([]) & causal(), (0, 2, 5, 8), (0, 2, 7, 8)),
+    ],
+)
+def test_masks_of_nothing(make, shape_q, shape_k, backend) -> None:
+    """A batch, queries or keys that are not there: nothing, or zeros."""
+    if backend == "triton" and not INTERPRETED:
+        pytest.skip("the interpreter is off")
+    value = make()
+    q, k = torch.ones(shape_q, requires_grad=True), torch.ones(shape_k)
+    o, lse = flash_attention(q, k, k, mask=value, return_lse=True, backend=backend)
+    assert o.shape == shape_q
+    assert torch.equal(o, torch.zeros(shape_q))
+    assert (lse == -torch.inf).all()
+    o.sum().backward()
+    assert torch.equal(q.grad, torch.zeros(shape_q))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"made for (batch|seqlen_[qk]) 0"):
+        flash_attention(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 7, 8), torch.ones(1, 2, 7, 8), mask=value)
+
+
 SIZE = 3
 
 
@@ -425,7 +457,9 @@ def test_ranges_may_ask_numbers() -> None:
         (lambda: window(0, wrong(1.5)), TypeError, "right is 1.5, but wants an int"),
         (lambda: chunked(0), ValueError, "size is 0, but wants at least 1"),
         (lambda: prefix(-1), ValueError, "lengths is -1"),
-        (lambda: prefix([]), (TypeError, ValueError), "lengths"),
+        (lambda: prefix(wrong([[1]])), ValueError, r"lengths has shape \(1, 1\), but wants 1 dimension"),
+        (lambda: prefix(torch.zeros(0)), TypeError, "lengths has dtype torch.float32, but wants integers"),
+        (lambda: mask.document_ids(torch.zeros(0).int(), 3), ValueError, "cu_seqlens has shape"),
         (lambda: key_padding(torch.ones(2)), TypeError, "lengths has dtype torch.float32, but wants integers"),
         (lambda: key_padding(wrong("all")), TypeError, "lengths is a str"),
         (lambda: document(torch.ones(1, 1, 1).int()), ValueError, r"ids has shape \(1, 1, 1\), but wants 1 or 2"),
