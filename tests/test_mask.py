@@ -503,6 +503,23 @@ def test_picture_of_a_head() -> None:
     assert value.show(2, head=1).splitlines()[1:] == ["█ ·", "█ █"]
 
 
+@pytest.mark.parametrize(
+    ("draw", "error", "words"),
+    [
+        (lambda path: causal().show(-4), ValueError, "seqlen_q is -4, but wants at least 0"),
+        (lambda path: causal().show(4, wrong(2.5)), TypeError, "seqlen_k is 2.5, but wants an int"),
+        (lambda path: causal().show(8, width=0), ValueError, "width is 0, but wants at least 1"),
+        (lambda path: mask.show(wrong("causal"), 8), TypeError, "mask is a str, but wants a value of flashtile.mask"),
+        (lambda path: mask.save_png(wrong("causal"), path, 8), TypeError, "mask is a str, but wants a value of"),
+        (lambda path: mask.save_png(causal(), path, 8, tile_q=0), ValueError, "tile_q is 0, but wants at least 1"),
+        (lambda path: mask.save_png(causal(), path, 100000), ValueError, "100000 x 100000, but .* 67,108,864 entries"),
+    ],
+)
+def test_what_cannot_be_drawn(tmp_path, draw, error, words) -> None:
+    with pytest.raises(error, match=words):
+        draw(tmp_path / "mask.png")
+
+
 def test_picture_as_png(tmp_path) -> None:
     mask.save_png(causal() & document(torch.tensor([0] * 20 + [1] * 12)), tmp_path / "mask.png", 24, 32, tile_q=8)
     assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
