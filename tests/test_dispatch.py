@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -146,6 +147,7 @@ REFUSED = {  # name: (problem, backend, error, what its text holds)
     "cpu-for-gpu": (H200, "cpu", ValueError, ("'cpu'", "CPU tensors", "cuda")),
     "triton-for-cpu": (problem(), "triton", ValueError, ("'triton'", "GPU tensors", "TRITON_INTERPRET=1")),
     "unknown": (problem(), "hip", ValueError, ("backend is 'hip'", "'hopper', 'triton', 'cpu'")),
+    "triton-for-float64": (problem(dtype=torch.float64), "triton", TypeError, ("float32 at most", "float64")),
     "float64-on-gpu": (problem("cuda", "sm_90", torch.float64), None, TypeError, ("float64", "triton", "cpu")),
     "device": (problem("mps", "mps"), None, ValueError, ("no backend serves", "not on mps")),
 }
@@ -192,6 +194,45 @@ def test_explain_of_tensors(plain_cpu):
     assert "q (6, 4, 9, 16)" in text
     assert "served by     cpu" in text
     assert "asked for" in flashtile.explain(q, q, q, backend="cpu")
+
+
+def test_explain_takes_every_option_of_attention(plain_cpu):
+    given = inspect.signature(flashtile.flash_attention).parameters
+    assert set(given) == set(inspect.signature(explain).parameters)
+    q = torch.empty(2, 4, 9, 16)
+    text = explain(q, q, q, softmax_scale=0.5, deterministic=True, return_lse=True, return_max_logits=True)
+    assert "served by     cpu" in text
+    assert "plain PyTorch operations" in explain(q, q, q, differentiable_twice=True)
+    assert "not served" in explain(q, q, q, differentiable_twice=True, backend="cpu")
+    with pytest.raises(TypeError, match="deterministic is 'no', but wants True or False"):
+        explain(q, q, q, deterministic="no")  # pyright: ignore[reportArgumentType]
+
+
+INTERPRETED = """
+import torch, flashtile
+q = torch.randn(1, 1, 8, 16, dtype=torch.bfloat16)
+assert flashtile.explain(q, q, q).splitlines()[1].split()[2] == "cpu:"
+try:
+    flashtile.flash_attention(q, q, q, backend="triton")
+except TypeError as error:
+    print(error)
+"""
+
+
+@needs_triton
+def test_bfloat16_is_not_left_to_an_interpreter_that_reads_it_wrongly():
+    """In a process whose interpreter nobody repaired, unlike this one."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "serves float32 and float16 in Triton's interpreter (TRITON_INTERPRET=1), not bfloat16" in run.stdout
+
+
+@needs_triton
+def test_a_repaired_interpreter_serves_bfloat16():
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("there is a GPU: the interpreter is off")
+    assert select(problem(dtype=torch.bfloat16), "triton").backend == "triton"
 
 
 def test_explain_names_what_a_request_carries(plain_cpu):

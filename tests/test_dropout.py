@@ -69,7 +69,7 @@ def test_a_part_is_the_part_of_the_whole() -> None:
 
 @pytest.mark.parametrize("p", [1.0, -0.1, 1.5, float("nan")])
 def test_a_probability_outside_its_range_is_named(p: float) -> None:
-    with pytest.raises(ValueError, match=rf"dropout p is {p}, want 0 <= p < 1"):
+    with pytest.raises(ValueError, match=rf"dropout p is {p}, but wants 0 <= p < 1"):
         _ = Dropout(p, seed_of(0)).threshold
 
 

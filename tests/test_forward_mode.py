@@ -86,3 +86,16 @@ def test_forward_mode_of_every_backend(name, device, backend):
 
     for ours, want in zip(tangents_of(backend=backend), tangents_of(differentiable_twice=True), strict=True):
         torch.testing.assert_close(ours, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rule", [{}, {"mask": mask.window(2, 1)}], ids=["plain", "window"])
+@pytest.mark.parametrize(
+    "second",
+    [(torch.func.jacfwd, torch.func.jacrev), (torch.func.jacfwd,) * 2, (torch.func.jacrev, torch.func.jacfwd)],
+    ids=["hessian", "forward-forward", "reverse-forward"],
+)
+def test_second_derivatives_say_what_to_do(second, rule) -> None:
+    q = torch.ones(1, 1, 2, 4)
+    outer, inner = second
+    with pytest.raises(NotImplementedError, match=r"differentiable once.*differentiable_twice=True"):
+        outer(inner(lambda q: flash_attention(q, q, q, backend="cpu", **rule).sum()))(q)

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashtile import mask
+from flashtile import flash_attention, mask
 from flashtile.kernel.flash_attention_mock import blockwise_backward, blockwise_forward
 from flashtile.mask import Mask, causal, chunked, document, full, gather, key_padding, prefix, select, window
 from flashtile.mask.kinds import looks_back
 from flashtile.seqlen import Where
+from tests.conftest import INTERPRETED
 from tests.reference import Case, Result, assert_result_accurate, plain, reference
 
 BATCH, HEADS = 2, 2
@@ -33,6 +34,16 @@ def by_table(where, q_idx, k_idx, args):
 
 def even_keys(where, q_idx, k_idx, args):
     return (k_idx % 2 == 0) & (q_idx >= 0)
+
+
+def one_after_a_third(where, q_idx, k_idx, args):
+    distance = q_idx - k_idx
+    distance %= args[0]
+    return distance == 1
+
+
+def just_after(where, q_idx, k_idx, args):
+    return (k_idx - q_idx) // args[0] == 0
 
 
 def every_other(where, lo, hi, args):
@@ -61,6 +72,8 @@ MASKS = [
     Mask.of(diagonal_stripes, (3,), name="stripes"),
     Mask.of(by_table, (torch.tensor([5, 0, 3, 9]), 4, -1)),
     Mask.of(even_keys, (), every_other, every_other),
+    Mask.of(one_after_a_third, (3,)),
+    Mask.of(just_after, (4,)),
     causal() & window(2, 2),
     causal() | prefix([3, 1]),
     causal() & document(torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])),
@@ -300,6 +313,37 @@ def test_to_moves_every_tensor() -> None:
 
 # --- arguments that cannot be ----------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize(
+    ("make", "shape_q", "shape_k"),
+    [
+        (lambda: torch.ones(0, 2, 5, 7).bool(), (0, 2, 5, 8), (0, 2, 7, 8)),
+        (lambda: torch.ones(1, 2, 0, 7).bool(), (1, 2, 0, 8), (1, 2, 7, 8)),
+        (lambda: torch.ones(5, 0).bool(), (1, 2, 5, 8), (1, 2, 0, 8)),
+        (lambda: mask.block_sparse(torch.ones(2, 0).bool(), 4, 4), (1, 2, 5, 8), (1, 2, 0, 8)),
+        (lambda: document(torch.zeros(0).int()), (1, 2, 5, 8), (1, 2, 0, 8)),
+        (lambda: document(torch.zeros(0, 7).int()), (0, 2, 5, 8), (0, 2, 7, 8)),
+        (lambda: prefix(torch.zeros(0).int()) | causal(), (0, 2, 5, 8), (0, 2, 7, 8)),
+        (lambda: key_padding([]) & causal(), (0, 2, 5, 8), (0, 2, 7, 8)),
+    ],
+)
+def test_masks_of_nothing(make, shape_q, shape_k, backend) -> None:
+    """A batch, queries or keys that are not there: nothing, or zeros."""
+    if backend == "triton" and not INTERPRETED:
+        pytest.skip("the interpreter is off")
+    value = make()
+    q, k = torch.ones(shape_q, requires_grad=True), torch.ones(shape_k)
+    o, lse = flash_attention(q, k, k, mask=value, return_lse=True, backend=backend)
+    assert o.shape == shape_q
+    assert torch.equal(o, torch.zeros(shape_q))
+    assert (lse == -torch.inf).all()
+    o.sum().backward()
+    assert torch.equal(q.grad, torch.zeros(shape_q))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"made for (batch|seqlen_[qk]) 0"):
+        flash_attention(torch.ones(1, 2, 5, 8), torch.ones(1, 2, 7, 8), torch.ones(1, 2, 7, 8), mask=value)
+
+
 SIZE = 3
 
 
@@ -321,6 +365,108 @@ def around():
     return closure
 
 
+def joined(where, q_idx, k_idx, args):
+    return k_idx <= q_idx and k_idx + args[0] > q_idx
+
+
+def either(where, q_idx, k_idx, args):
+    near = k_idx + 1 > q_idx
+    return near or k_idx == 0
+
+
+def denied(where, q_idx, k_idx, args):
+    return not k_idx > q_idx
+
+
+def between(where, q_idx, k_idx, args):
+    return 0 <= q_idx - k_idx < args[0]
+
+
+def conditional(where, q_idx, k_idx, args):
+    return k_idx <= q_idx if where.head > 0 else k_idx >= q_idx
+
+
+def branching(where, q_idx, k_idx, args):
+    if where.batch == 0:
+        return k_idx <= q_idx
+    return k_idx >= q_idx
+
+
+def largest(where, q_idx, k_idx, args):
+    return max(q_idx - k_idx, 0) < 3
+
+
+def distant(where, q_idx, k_idx, args):
+    return abs(q_idx - k_idx) < 3
+
+
+def in_a_helper(where, q_idx, k_idx, args):
+    return distance_of(q_idx, k_idx) < 3
+
+
+def distance_of(i, j):
+    return max(i - j, j - i)
+
+
+def counted(where, q_idx, k_idx, args):
+    return (k_idx <= q_idx) * 1
+
+
+def always(where, q_idx, k_idx, args):
+    return True
+
+
+def on_numbers(where, q_idx, k_idx, args):
+    """What asks numbers for a truth value is the same everywhere."""
+    width = max(args[0], 1) if where.seqlen_k > 4 and args[1] is None else 2
+    if not args[0] > 3:
+        width += 1
+    return (q_idx - k_idx < distance_of(width, 1)) & (k_idx <= q_idx)
+
+
+def keys_between(where, q_lo, q_hi, args):
+    return 0, 0, 0, q_hi if 0 <= q_lo < q_hi else where.seqlen_k
+
+
+def keys_inverted(where, q_lo, q_hi, args):
+    return 0, 0, 0, select(~(q_lo > 3), q_hi, where.seqlen_k)
+
+
+def keys_on_numbers(where, q_lo, q_hi, args):
+    first = where.seqlen_k if q_lo > 2 or not q_hi < 9 else q_hi
+    return 0, 0, 0, max(first, where.seqlen_k)
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (joined, r"`k_idx <= q_idx and .*` \(line \d+\), but wants `\(k_idx <= q_idx\) & \(k_idx \+ args\[0\] > q"),
+        (either, r"`near or k_idx == 0` .* wants `\(near\) \| \(k_idx == 0\)`"),
+        (denied, r"`not k_idx > q_idx` .* wants `~\(k_idx > q_idx\)`"),
+        (between, r"wants `\(0 <= q_idx - k_idx\) & \(q_idx - k_idx < args\[0\]\)`"),
+        (conditional, r"wants `select\(where.head > 0, k_idx <= q_idx, k_idx >= q_idx\)`"),
+        (branching, r"predicate branching has `where.batch == 0` .* no `if` on it"),
+        (largest, r"wants `select\(q_idx - k_idx > 0, q_idx - k_idx, 0\)`"),
+        (distant, r"`abs\(q_idx - k_idx\)` .* wants `select\("),
+        (in_a_helper, r"predicate distance_of has `max\(i - j, j - i\)`"),
+        (counted, "predicate counted returns a tensor of torch.int64, but wants a tensor of torch.bool"),
+        (always, "predicate always returns True, but wants a tensor of torch.bool"),
+    ],
+)
+def test_what_tensors_cannot_answer_is_refused_by_name(fn, words) -> None:
+    with pytest.raises(TypeError, match=words):
+        Mask.of(fn, (3, None))
+
+
+def test_ranges_may_ask_numbers() -> None:
+    Mask.of(on_numbers, (3, None))
+    Mask.of(even_keys, (), keys_on_numbers, keys_on_numbers)
+    with pytest.raises(TypeError, match=r"key_range keys_between has .* wants `\(0 <= q_lo\) & \(q_lo < q_hi\)`"):
+        Mask.of(even_keys, (), keys_between, keys_on_numbers)
+    with pytest.raises(TypeError, match=r"query_range keys_inverted has `~\(q_lo > 3\)`.* wants `not \(q_lo > 3\)`"):
+        Mask.of(even_keys, (), keys_on_numbers, keys_inverted)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
@@ -329,7 +475,9 @@ def around():
         (lambda: window(0, wrong(1.5)), TypeError, "right is 1.5, but wants an int"),
         (lambda: chunked(0), ValueError, "size is 0, but wants at least 1"),
         (lambda: prefix(-1), ValueError, "lengths is -1"),
-        (lambda: prefix([]), (TypeError, ValueError), "lengths"),
+        (lambda: prefix(wrong([[1]])), ValueError, r"lengths has shape \(1, 1\), but wants 1 dimension"),
+        (lambda: prefix(torch.zeros(0)), TypeError, "lengths has dtype torch.float32, but wants integers"),
+        (lambda: mask.document_ids(torch.zeros(0).int(), 3), ValueError, "cu_seqlens has shape"),
         (lambda: key_padding(torch.ones(2)), TypeError, "lengths has dtype torch.float32, but wants integers"),
         (lambda: key_padding(wrong("all")), TypeError, "lengths is a str"),
         (lambda: document(torch.ones(1, 1, 1).int()), ValueError, r"ids has shape \(1, 1, 1\), but wants 1 or 2"),
@@ -360,6 +508,34 @@ def test_picture_in_characters() -> None:
     assert coarse.splitlines() == ["window(4, 0): 8 queries x 12 keys, a cell is 4 x 4", "▒ ▒ ·", "· ▒ ▒"]
     assert mask.show(prefix([1, 2]), 1, 3, batch=1).splitlines()[1] == "█ █ ·"
     assert mask.show(causal(), 0, 0) == "causal(): 0 queries x 0 keys"
+
+
+def not_in_the_first_head(where, q_idx, k_idx, args):
+    return ~(where.head == 0) & (k_idx <= q_idx)
+
+
+def test_picture_of_a_head() -> None:
+    """A head by itself is a tensor all the same: ~ of a number would be another number."""
+    value = Mask.of(not_in_the_first_head)
+    assert value.show(2).splitlines()[1:] == ["· ·", "· ·"]
+    assert value.show(2, head=1).splitlines()[1:] == ["█ ·", "█ █"]
+
+
+@pytest.mark.parametrize(
+    ("draw", "error", "words"),
+    [
+        (lambda path: causal().show(-4), ValueError, "seqlen_q is -4, but wants at least 0"),
+        (lambda path: causal().show(4, wrong(2.5)), TypeError, "seqlen_k is 2.5, but wants an int"),
+        (lambda path: causal().show(8, width=0), ValueError, "width is 0, but wants at least 1"),
+        (lambda path: mask.show(wrong("causal"), 8), TypeError, "mask is a str, but wants a value of flashtile.mask"),
+        (lambda path: mask.save_png(wrong("causal"), path, 8), TypeError, "mask is a str, but wants a value of"),
+        (lambda path: mask.save_png(causal(), path, 8, tile_q=0), ValueError, "tile_q is 0, but wants at least 1"),
+        (lambda path: mask.save_png(causal(), path, 100000), ValueError, "100000 x 100000, but .* 67,108,864 entries"),
+    ],
+)
+def test_what_cannot_be_drawn(tmp_path, draw, error, words) -> None:
+    with pytest.raises(error, match=words):
+        draw(tmp_path / "mask.png")
 
 
 def test_picture_as_png(tmp_path) -> None:

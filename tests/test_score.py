@@ -89,7 +89,7 @@ def test_parts_make_the_same_logits(name, unit, looks_back, monkeypatch):
 
 def test_gradcheck_finds_a_wrong_derivative():
     with pytest.raises(
-        ValueError, match=r"score twice: d\(logit\) / ds is 3, want 2 \(batch 0, head 0, query 0, key 0"
+        ValueError, match=r"score twice: d\(logit\) / ds is 3, but wants 2 \(batch 0, head 0, query 0, key 0"
     ):
         gradcheck(Score.of(twice, thrice))
 
@@ -207,16 +207,21 @@ def test_tensors_are_replaced_in_order():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: softcap(0.0), ValueError, "softcap: cap is 0.0, want a positive finite number"),
+        (lambda: softcap(0.0), ValueError, "softcap: cap is 0.0, but wants a positive finite number"),
         (lambda: softcap(math.nan), ValueError, "softcap: cap is nan"),
         (lambda: temperature(-1.0), ValueError, "temperature: t is -1.0"),
-        (lambda: alibi(torch.rand(2, 2, 2)), ValueError, r"alibi: slopes has shape \(2, 2, 2\), want \(heads_q,\)"),
-        (lambda: alibi(torch.arange(2)), TypeError, "alibi: slopes is torch.int64, want a floating-point tensor"),
+        (
+            lambda: alibi(torch.rand(2, 2, 2)),
+            ValueError,
+            r"slopes has shape \(2, 2, 2\), but wants \(heads_q,\)",
+        ),
+        (lambda: alibi(torch.arange(2)), TypeError, "alibi: slopes is torch.int64, but wants a floating-point tensor"),
         (lambda: bias(torch.rand(1, 1, 1, 1, 1)), ValueError, "one to four dimensions"),
         (lambda: bias(1.0), TypeError, "bias: tensor is float"),  # pyright: ignore[reportArgumentType]
-        (lambda: relative_position(torch.rand(8)), ValueError, r"want \(buckets, heads_q\)"),
+        (lambda: relative_position(torch.rand(8)), ValueError, r"wants \(buckets, heads_q\)"),
         (lambda: relative_position(torch.rand(32, 2), max_distance=8), ValueError, "max_distance > 8"),
         (lambda: relative_position(torch.rand(2, 2)), ValueError, "at least 4 buckets"),
+        (lambda: softcap(3.0).then(None), TypeError, "after is a NoneType, but wants a value"),  # pyright: ignore[reportArgumentType]
         (lambda: Score.of(lambda *a: a[3], one), TypeError, "forward is a lambda"),
         (lambda: Score.of(twice, one, [1.0]), TypeError, "args is a list"),  # pyright: ignore[reportArgumentType]
         (lambda: Score.of(twice, one, ("x",)), TypeError, r"args\[0\] is a str"),
@@ -232,11 +237,11 @@ def test_bad_arguments(make, error, message):
 @pytest.mark.parametrize(
     ("score", "error", "message"),
     [
-        (bias(torch.rand(4, 7)), ValueError, "score bias: size 4 in the query dimension, want 1 or 5"),
-        (bias(torch.rand(3, 1, 1, 1)), ValueError, "size 3 in the batch dimension, want 1 or 2"),
-        (softcap(1.0).then(alibi(torch.rand(3))), ValueError, "size 3 in the head dimension, want 1 or 2"),
-        (relative_position(torch.rand(8, 3)), ValueError, "size 3 in the head dimension, want 2"),
-        (bias(torch.rand(7, device="meta")), ValueError, "a tensor is on meta, want cpu like q"),
+        (bias(torch.rand(4, 7)), ValueError, "score bias: size 4 in the query dimension, but wants 1 or 5"),
+        (bias(torch.rand(3, 1, 1, 1)), ValueError, "size 3 in the batch dimension, but wants 1 or 2"),
+        (softcap(1.0).then(alibi(torch.rand(3))), ValueError, "size 3 in the head dimension, but wants 1 or 2"),
+        (relative_position(torch.rand(8, 3)), ValueError, "size 3 in the head dimension, but wants 2"),
+        (bias(torch.rand(7, device="meta")), ValueError, "a tensor is on meta, but wants cpu like q"),
         (Score.of(twice, one, (torch.rand(2).requires_grad_(),)), NotImplementedError, "declares none for it"),
     ],
 )

@@ -113,6 +113,7 @@ def test_float64():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
+        ({"what": 3}, ValueError, "what is 3, but wants one or several of 'column_sums'"),
         ({"what": "columns"}, ValueError, "what is 'columns', but wants one or several of 'column_sums'"),
         ({"what": ()}, ValueError, r"what is \(\)"),
         ({"top_k": 0}, ValueError, "top_k is 0, but wants an integer from 1 to 64"),

@@ -314,8 +314,8 @@ def flash_attention_varlen(
         As ``flash_attention``.
 
     Raises:
-        As ``flash_attention``. What the lengths hold is checked inside ``with flashtile.checked():`` only, since that
-        waits for the device.
+        As ``flash_attention``. What lengths on a GPU hold is checked inside ``with flashtile.checked():`` only, since
+        that waits for the device.
     """
     check_features.packed_inputs(q, k, v)
     check_features.switches(deterministic=deterministic, differentiable_twice=differentiable_twice,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.kernel import backend as backends
-from flashtile.kernel import check, hopper, launch
+from flashtile.kernel import check, check_features, hopper, launch
 from flashtile.kernel.layout import as_4d, copied_in_blocks
 
 _GPU_TYPES = ("cuda", "xpu")  # ROCm devices are called "cuda" too
@@ -96,6 +96,23 @@ def has_triton() -> bool:
         return False
 
 
+@functools.cache
+def _interpreter_knows_bfloat16() -> bool:
+    """Return whether Triton's interpreter multiplies bfloat16 as numbers: 1.5 * 1.5, as elements and as matrices.
+
+    Triton 3.6 does not; the tests repair it, and are to be served.
+    """
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.interpreter_builder, interpreter.TensorHandle
+    operand = handle(np.array([[0x3FC0]], dtype=np.uint16), tl.bfloat16)
+    product = builder.create_fmul(operand, operand).data.item()
+    matrix = builder.create_dot(operand, operand, handle(np.zeros((1, 1), dtype=np.float32), tl.float32), None, 0)
+    return product == 0x4010 and matrix.data.item() == 2.25
+
+
 def _refusal(name: str, problem: Problem) -> tuple[type[Exception], str] | None:
     """Return why backend ``name`` cannot serve ``problem``, as an error's type and text, or None if it can."""
     on = problem.device_type
@@ -105,14 +122,19 @@ def _refusal(name: str, problem: Problem) -> tuple[type[Exception], str] | None:
         return ValueError, f"serves CUDA tensors, not those on {on}"
     if on not in _GPU_TYPES and on != "cpu":
         return ValueError, f"serves tensors on {' or '.join(_GPU_TYPES)}, not on {on}"
+    if problem.dtype is torch.float64:
+        return TypeError, "computes in float32 at most, not in float64 (the CPU and FlashAttentionMock do)"
     if on == "cpu" and not interpreting():
         return ValueError, (
             "serves GPU tensors; for CPU tensors set TRITON_INTERPRET=1 in the environment (slow, for tests)"
         )
-    if problem.dtype is torch.float64:
-        return TypeError, "computes in float32 at most, not in float64 (the CPU and FlashAttentionMock do)"
     if not has_triton():
         return ModuleNotFoundError, "needs the package triton, which is not installed (pip install triton)"
+    if on == "cpu" and problem.dtype is torch.bfloat16 and not _interpreter_knows_bfloat16():
+        return TypeError, (
+            "serves float32 and float16 in Triton's interpreter (TRITON_INTERPRET=1), not bfloat16, whose bits this "
+            "version of it multiplies as integers"
+        )
     if name == "hopper" and (refusal := hopper.refusal(problem, "forward")):
         return ValueError, refusal
     return None
@@ -182,8 +204,14 @@ def explain(
     is_causal: bool = False,
     mask: Any = None,
     score: Any = None,
+    softmax_scale: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    deterministic: bool = False,
+    differentiable_twice: bool = False,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
     backend: str | None = None,
 ) -> str:
     """Return a text that says which backend serves this request and why, with its launch configurations.
@@ -191,12 +219,25 @@ def explain(
     Takes the tensors and options of ``flash_attention``, or a ``Problem`` (of a GPU that this machine need not have).
     """
     if not isinstance(q, Problem):
-        check.attention_inputs(q, k, v)
+        check.attention_inputs(q, k, v, any_gradient=differentiable_twice)
+        check.options(is_causal, softmax_scale)
+        check_features.kinds(mask, score, sinks)
+        check_features.dropout_options(dropout_p, generator, q.device)
+        check_features.switches(deterministic=deterministic, differentiable_twice=differentiable_twice,
+                                return_lse=return_lse, return_max_logits=return_max_logits)  # fmt: skip
         q = Problem.of(as_4d(q), as_4d(_tensor(k)), as_4d(_tensor(v)), is_causal)
+        asks = {"dropout": dropout_p, "max_logits": return_max_logits, hopper.DETERMINISTIC: deterministic}
         q = q._replace(
-            options=_in_words(is_causal, mask, score, sinks, dropout_p), asks=("dropout",) if dropout_p else ()
+            options=_in_words(is_causal, mask, score, sinks, dropout_p),
+            asks=tuple(name for name, asked in asks.items() if asked),
         )
     lines = [f"request       {q}"]
+    if differentiable_twice:
+        if backend is not None:
+            return "\n".join(
+                [*lines, f"not served    backend is {backend!r}, but wants None with differentiable_twice"]
+            )
+        return "\n".join([*lines, "served by     plain PyTorch operations: differentiable_twice=True"])
     try:
         plan = select(q, backend)
     except (ValueError, TypeError, ImportError, NotImplementedError) as error:

@@ -44,7 +44,7 @@ class Dropout(NamedTuple):
 def threshold(p: float) -> int:
     """Return ``floor(p * 2**32)``; raises ValueError unless ``0 <= p < 1``."""
     if not 0.0 <= p < 1.0:
-        raise ValueError(f"dropout p is {p}, want 0 <= p < 1")
+        raise ValueError(f"dropout p is {p}, but wants 0 <= p < 1")
     return int(p * 2**32)
 
 

@@ -76,6 +76,36 @@ def _wide_on_device(x):
     return x.to(tl.int64)
 
 
+def floor_divide(a: Any, b: Any) -> Any:
+    """Return ``a // b`` rounded down: what ``mask.jitted`` makes of the operator in functions of users."""
+    return a // b
+
+
+def _floor_divide_on_device(a, b):
+    rest = a % b  # kernels round towards zero, and give the rest the sign of a
+    if isinstance(rest, tl.tensor):
+        below = (rest != 0) & ((rest < 0) != (b < 0))
+        if rest.dtype.is_floating():
+            return tl.floor((a - rest) / b - tl.where(below, 1.0, 0.0) + 0.5)
+        else:
+            return tl.where(below, a // b - 1, a // b)
+    else:
+        return a // b  # of two numbers known when compiling, which Python divides
+
+
+def floor_remainder(a: Any, b: Any) -> Any:
+    """Return ``a % b`` with the sign of b: what ``mask.jitted`` makes of the operator in functions of users."""
+    return a % b
+
+
+def _floor_remainder_on_device(a, b):
+    rest = a % b
+    if isinstance(rest, tl.tensor):
+        return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+    else:
+        return rest
+
+
 def along_rows(index: Any) -> bool:
     """Return whether a tile's index differs from row to row, ``(..., rows, 1)``; reading tables at it is cheap then."""
     return isinstance(index, torch.Tensor) and index.ndim >= 2 and index.shape[-1] == 1
@@ -90,6 +120,8 @@ ON_DEVICE = {
     gather: _gather_on_device,
     select: _select_on_device,
     wide: _wide_on_device,
+    floor_divide: _floor_divide_on_device,
+    floor_remainder: _floor_remainder_on_device,
 }
 # What it puts there where inputs have 16 bits and indices less than 22 (NVIDIA GPUs, sm_75 and later).
 ROUGH_ON_DEVICE: dict[Any, Any] = {}

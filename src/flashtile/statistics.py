@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -125,8 +125,8 @@ def attention_statistics(
 
 
 def _checked_what(what: Any) -> tuple[str, ...]:
-    wanted = (what,) if isinstance(what, str) else tuple(what)
-    if not wanted or not set(wanted) <= set(WHAT):
+    wanted = (what,) if isinstance(what, str) else tuple(what) if isinstance(what, Iterable) else ()
+    if not wanted or any(name not in WHAT for name in wanted):
         raise ValueError(f"what is {what!r}, but wants one or several of {', '.join(map(repr, WHAT))}")
     return wanted
 
@@ -153,7 +153,7 @@ def _mask(is_causal: bool, mask: Mask | Tensor | None) -> Mask:
 def _checked_rows(rows: Any, wanted: bool, q: Tensor) -> Tensor | None:
     if not wanted:
         if rows is not None:
-            raise ValueError('rows is given, but what leaves "rows" out; want both or neither')
+            raise ValueError('rows is given, but what leaves "rows" out; both or neither are wanted')
         return None
     if rows is None:
         raise ValueError('rows is None, but what="rows" wants the numbers of the queries')
@@ -175,7 +175,7 @@ def _checked_weights(weights: Any, wanted: bool, lse: Tensor) -> Tensor | None:
     if weights is None:
         return None
     if not wanted:
-        raise ValueError('column_weights is given, but what leaves "column_sums" out; want both or neither')
+        raise ValueError('column_weights is given, but what leaves "column_sums" out; both or neither are wanted')
     if not isinstance(weights, Tensor) or weights.device != lse.device:
         raise ValueError(f"column_weights is {weights!r}, but wants a tensor on {lse.device}")
     try:

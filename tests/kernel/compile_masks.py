@@ -22,6 +22,10 @@ def stripes(where, q_idx, k_idx, args):
     return height(where, k_idx, args) > (q_idx + k_idx) % args[2]
 
 
+def floors(where: mask.Where, q_idx: torch.Tensor, k_idx, args) -> torch.Tensor:
+    return ((q_idx - k_idx) % args[0] == 1) | ((k_idx - q_idx) // args[1] == 0)
+
+
 def masks() -> list[mask.Mask]:
     """Masks of every kind, with arguments that Triton specialises (1, multiples of 16) and others."""
     ids = torch.arange(2048).reshape(2, 1024) // 100
@@ -31,6 +35,7 @@ def masks() -> list[mask.Mask]:
         mask.prefix([7]) | mask.causal(align="top_left"),
         mask.document(ids) & mask.causal() & mask.key_padding([1024, 1000]),
         mask.Mask.of(stripes, (torch.arange(9), 9, 1)),
+        mask.Mask.of(floors, (3, 1)),
         ~(mask.window(3, -1) | mask.block_sparse(torch.ones(2, 1, 8, 1).bool(), 128, 1024)),
     ]
 
@@ -65,7 +70,7 @@ def main() -> None:
     for value in masks():
         for arch, kernel in (("sm_90", "forward"), ("sm_80", "backward_dq"), ("sm_90", "backward_dkdv")):
             results.append({"mask": str(value), "kernel": f"{arch} {kernel}"} | compile_one(value, arch, kernel))
-    results.append({"mask": "stripes", "kernel": "classify"} | compile_classification(masks()[-2], "sm_90"))
+    results.append({"mask": "stripes", "kernel": "classify"} | compile_classification(masks()[-3], "sm_90"))
     # A mask without a left edge, a combination or not, has no code for one.
     plain, combined = mask.causal(), (mask.prefix(5) | mask.causal()) & mask.key_padding(9)
     for value in (plain, combined):

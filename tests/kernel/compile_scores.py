@@ -14,11 +14,20 @@ from flashtile.kernel import launch
 from flashtile.kernel.flash_attention_backward import backward
 from flashtile.kernel.flash_attention_score_gradient import parameter_gradients
 from flashtile.kernel.flash_attention_triton import forward
-from flashtile.score import Score, alibi, bias, relative_position, softcap
+from flashtile.score import Score, alibi, bias, real, relative_position, softcap
 from flashtile.seqlen import Seqlens
 from tests.kernel import offline
 
 BATCH, HEADS, LENGTH = 2, 4, 1024
+
+
+def floors_of_logits(where, q_idx, k_idx, s, args):
+    far = (real(q_idx, s) - real(k_idx, s)) / 8.0
+    return s + far % -3.0 + far // 2.0 + (q_idx - k_idx) % args[0]
+
+
+def one(where, q_idx, k_idx, s, args):
+    return 1.0
 
 
 def scores(dtype: torch.dtype) -> dict[str, Score]:
@@ -27,6 +36,7 @@ def scores(dtype: torch.dtype) -> dict[str, Score]:
         "slopes, softcap": alibi(torch.rand(HEADS)).then(softcap(30.0)),
         "bias": bias(torch.rand(HEADS, LENGTH, LENGTH).to(dtype)),
         "bias of keys": bias(torch.rand(BATCH, 1, 1, LENGTH)),
+        "own": Score.of(floors_of_logits, one, (3,)),
         "table": relative_position(torch.rand(32, HEADS)),
     }
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from flashtile import FlashAttention, flash_attention, ops
+from flashtile import FlashAttention, FlashAttentionMock, flash_attention, ops
 from flashtile.kernel import check
 
 GOOD = (2, 4, 8, 16)
@@ -21,6 +21,11 @@ BAD = {  # name: (q, k, v; error; what its text holds)
     "list": (([[1.0]], *qkv()[1:]), TypeError, ("q is a list", "torch.Tensor")),
     "none": ((*qkv()[:2], None), TypeError, ("v is a NoneType", "torch.Tensor")),
     "sparse": ((torch.empty(2, 4, 8).to_sparse(), *qkv()[1:]), TypeError, ("q has layout torch.sparse_coo", "dense")),
+    "nested": (
+        (torch.nested.nested_tensor([torch.ones(4, 8, 16)] * 2), *qkv()[1:]),
+        TypeError,
+        ("q is a nested tensor", "varlen"),
+    ),
     "q-2d": (qkv(q=(8, 16)), ValueError, ("q has shape (8, 16)", "at least 3 dimensions")),
     "v-1d": (qkv(v=(16,)), ValueError, ("v has shape (16,)", "at least 3 dimensions")),
     "ranks": (qkv(q=(4, 8, 16)), ValueError, ("3, 4, 4 dimensions", "same number", "k (2, 4, 8, 16)")),
@@ -46,12 +51,26 @@ BAD = {  # name: (q, k, v; error; what its text holds)
 
 
 @pytest.mark.parametrize(("tensors", "error", "texts"), BAD.values(), ids=BAD)
-@pytest.mark.parametrize("call", [flash_attention, FlashAttention.apply], ids=["flash_attention", "FlashAttention"])
+@pytest.mark.parametrize(
+    "call",
+    [flash_attention, FlashAttention.apply, FlashAttentionMock.apply],
+    ids=["flash_attention", "FlashAttention", "FlashAttentionMock"],
+)
 def test_bad_tensors(call, tensors, error, texts):
     with pytest.raises(error) as met:
         call(*tensors)
     for text in texts:
         assert text in str(met.value)
+
+
+def test_options_of_the_reference():
+    q = torch.ones(2, 4, 8)
+    with pytest.raises(TypeError, match="is_causal is 'no', but wants True or False"):
+        FlashAttentionMock.apply(q, q, q, "no")
+    with pytest.raises(TypeError, match="naive is 1, but wants True or False"):
+        FlashAttentionMock.apply(q, q, q, False, 1)
+    with pytest.raises(ValueError, match=r"leading \(batch\) dimensions \(2,\), \(1,\), \(1,\)"):
+        FlashAttentionMock.apply(torch.ones(2, 4, 16, 8), *(torch.ones(1, 4, 16, 8),) * 2)
 
 
 @pytest.mark.parametrize("name", ["group", "keys", "head-dim-577", "integers", "mixed-dtypes"])

@@ -147,6 +147,12 @@ def test_bad_lengths(name):
         assert text in str(met.value)
 
 
+def test_a_mask_tensor_is_named_as_it_was_given():
+    q = torch.empty(1, 1, 4, 8)
+    with pytest.raises(ValueError, match=r"mask has shape \(1, 1, 1, 1, 4, 4\), but wants 1 to 4 dimensions"):
+        flashtile.flash_attention(q, q, q, mask=torch.ones(1, 1, 1, 1, 4, 4).bool())
+
+
 @pytest.mark.parametrize("name", BAD_CONTENTS)
 def test_contents_of_lengths_are_checked_when_asked(name):
     lengths, options, texts = BAD_CONTENTS[name]
@@ -154,6 +160,40 @@ def test_contents_of_lengths_are_checked_when_asked(name):
         flash_attention_varlen(T, T, T, *lengths, **options)
     for text in texts:
         assert text in str(met.value)
+
+
+@pytest.mark.parametrize("name", sorted(set(BAD_CONTENTS) - {"max"}))
+def test_contents_on_the_cpu_are_checked_anyway(name):
+    lengths, options, texts = BAD_CONTENTS[name]
+    with pytest.raises(ValueError) as met:  # noqa: PT011
+        flash_attention_varlen(T, T, T, *lengths, **options)
+    for text in texts:
+        assert text in str(met.value)
+
+
+TOO_SHORT: dict[str, tuple[dict[str, Any], str]] = {  # of sequences of up to 6 rows
+    "dense": (
+        {"mask": torch.ones(3, 3).bool()},
+        r"mask dense\(visible of 3 x 3\) is made for 3 queries, but a sequence",
+    ),
+    "keys": ({"mask": mask.causal() & mask.dense(torch.ones(1, 5).bool())}, "is made for 5 keys, but a sequence has 6"),
+    "blocks": ({"mask": mask.block_sparse(torch.ones(2, 1).bool(), 2, 2)}, "is made for 4 queries"),
+    "bias": ({"score": score.bias(torch.zeros(6, 3))}, "score bias is made for 3 keys, but a sequence has 6"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_SHORT)
+def test_sequences_longer_than_a_table_are_refused(name):
+    options, words = TOO_SHORT[name]
+    with pytest.raises(ValueError, match=words), flashtile.checked():
+        flash_attention_varlen(T, T, T, CU, CU, **options)
+
+
+def test_a_table_may_be_longer_than_sequences():
+    flash_attention_varlen(T, T, T, CU, CU, backend="cpu", mask=torch.ones(9, 9).bool(),
+                           score=score.bias(torch.zeros(7, 1)))  # fmt: skip
+    flash_attention_varlen(T, T, T, CU, CU, backend="cpu", mask=torch.ones(4, 4).bool(), seqused_q=cu(4, 4),
+                           seqused_k=cu(4, 4))  # fmt: skip
 
 
 def test_checked_lets_good_lengths_pass_and_ends():

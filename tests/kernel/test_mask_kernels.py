@@ -1,5 +1,6 @@
 """Every mask in the kernels: outputs and gradients against the fp64 reference, and what a new value compiles."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -11,15 +12,18 @@ import torch
 
 from flashtile import mask
 from flashtile.kernel.launch import LaunchConfig
-from flashtile.mask import Mask, gather
+from flashtile.mask import Mask, gather, jitted
 from flashtile.seqlen import Where
 from tests.reference import Case, Result, assert_result_accurate, plain, reference
 
 pytest.importorskip("triton")
 
+import triton
+
 from flashtile.kernel import tile_lists
 from flashtile.kernel.flash_attention_backward import backward
 from flashtile.kernel.flash_attention_triton import forward
+from tests.kernel.offline import compile_all
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEQLEN = 45
@@ -44,6 +48,18 @@ def diagonal_keys(where, q_lo, q_hi, args):
 
 def diagonal_queries(where, k_lo, k_hi, args):
     return diagonal_keys(where, k_lo, k_hi, args)
+
+
+def third(distance, args):
+    return distance % args[0]
+
+
+def floors(where, q_idx, k_idx, args):
+    """The operands are negative on one side of the diagonal, where a kernel's own operators round the other way."""
+    half = (k_idx - q_idx) // 2  # a sign // in a comment
+    half //= 1
+    return (third(q_idx - k_idx, args) == 1) | (((half)
+        // (args[1])) == 0) | ((q_idx - k_idx) % -7 == -3)  # fmt: skip
 
 
 def packed(*lengths: int) -> torch.Tensor:
@@ -71,6 +87,8 @@ MASKS = [
     mask.dense((torch.arange(2 * SEQLEN) % 3 > 0).reshape(2, 1, 1, SEQLEN)) & mask.causal(),
     Mask.of(stripes, (torch.arange(46) % 5, 46, 4)),
     Mask.of(diagonal, (10,), diagonal_keys, diagonal_queries) | mask.prefix(1),
+    Mask.of(floors, (3, 2)),
+    Mask.of(triton.jit(floors), (3, -2)),
     (mask.prefix(2) | mask.window(4, 0)).without_ranges(),
     ~mask.window(8, 8),
     ~(mask.chunked(16) | mask.prefix([40, 0])),
@@ -145,6 +163,57 @@ def test_kernels_compile_with_masks() -> None:
     results = json.loads(done.stdout.splitlines()[-1])
     assert [result for result in results if "error" in result] == []
     assert {result["loops"] for result in results if result["kernel"] == "two loops"} == {2}
+
+
+def test_kernels_floor_by_brute_force() -> None:
+    """Against the operators of Python on integers, entry by entry."""
+    value = Mask.of(floors, (3, 2))
+    table = [[value.predicate(Where(0, 0, 40, 30), i, j, value.args) for j in range(30)] for i in range(40)]
+    q, k, v = (torch.randn(1, 1, n, 16, device=DEVICE) for n in (40, 30, 30))
+    same = {"softmax_scale": 1.0, "config": LaunchConfig(16, 16, 4, 1)}
+    o, lse = forward(q, k, v, mask=value, **same)
+    want, lse_want = forward(q, k, v, mask=mask.dense(torch.tensor(table)).to(DEVICE), **same)
+    assert torch.equal(o, want)
+    assert torch.equal(lse, lse_want)
+
+
+@triton.jit
+def jitted_third(distance, args):
+    return distance % args[0]
+
+
+def through_a_jitted_helper(where, q_idx, k_idx, args):
+    return jitted_third(q_idx - k_idx, args) == 1
+
+
+def through_a_helper(where, q_idx, k_idx, args):
+    return third(q_idx - k_idx, args) == 1
+
+
+def test_helpers_floor_too() -> None:
+    q, k, v = (torch.randn(1, 1, 40, 16, device=DEVICE) for _ in range(3))
+    masks = Mask.of(through_a_helper, (3,)), Mask.of(through_a_jitted_helper, (3,))
+    one, other = (forward(q, k, v, softmax_scale=1.0, mask=value)[0] for value in masks)
+    assert torch.equal(one, other)
+
+
+def test_rewritten_text_keeps_its_lines() -> None:
+    """What errors of the compiler show is the function's own text, at its own lines."""
+    lines, first = inspect.getsourcelines(jitted(floors).fn)
+    own, own_first = inspect.getsourcelines(floors)
+    assert (first, len(lines)) == (own_first, len(own))
+    assert lines[3] == "    half = flashtile_floor_divide(half, 1)\n"
+    assert jitted(height) is jitted(height)
+    assert inspect.getsource(jitted(height).fn) == inspect.getsource(height)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_functions_that_floor_compile_for_hopper(kernel) -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    jobs = [(64, 64, "own"), (64, 64, "causal", "own") if kernel == "backward" else (64, 64, "causal", "bf16", "own")]
+    results = compile_all(jobs, timeout=300, module=f"tests.kernel.hopper.compile_{kernel}")
+    assert [result["error"] for result in results if "error" in result] == []
 
 
 def test_tile_lists_of_blocks_that_are_no_power_of_two():

@@ -11,7 +11,7 @@ import torch
 
 from flashtile import mask
 from flashtile.dropout import Dropout
-from flashtile.score import Entries, Gradient, Score, alibi, bias, read, select, softcap
+from flashtile.score import Entries, Gradient, Score, alibi, bias, gradcheck, read, real, select, softcap
 from flashtile.seqlen import Seqlens, Where
 from tests.reference import BACKWARD_FACTOR, Case, Result, assert_accurate, assert_result_accurate, plain, reference
 from tests.score_cases import SCORES, gradients
@@ -97,6 +97,22 @@ def test_parts(name, looks_back):
 def test_causal_with_grouped_heads(name):
     case = Case(2, 2, 1, 37, 29, 16)
     check(case, SCORES[name](2, 2, 37, 29), mask_value=mask.causal())
+
+
+def floors(where, q_idx, k_idx, s, args):
+    """Floors of integers and of floats, either operand of either sign: a staircase with another at 0 and past it."""
+    far = (real(q_idx, s) - real(k_idx, s)) / 4.0
+    return s + (q_idx - k_idx) % args[0] + (k_idx - q_idx) // 3 + far % -3.0 + far // 1.5 + s * (far % 2.0)
+
+
+def floors_slope(where, q_idx, k_idx, s, args):
+    return 1.0 + ((real(q_idx, s) - real(k_idx, s)) / 4.0) % 2.0
+
+
+def test_score_that_floors():
+    score = Score.of(floors, floors_slope, (5,))
+    gradcheck(score)
+    check(Case(1, 2, 1, 33, 20, 16), score, mask_value=mask.full())
 
 
 @pytest.mark.parametrize("name", ["alibi per batch", "bias hqk", "bias b11k", "bias hq1", "relative", "in order"])

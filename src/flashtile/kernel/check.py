@@ -29,6 +29,11 @@ def attention_inputs(q: Any, k: Any, v: Any, *, any_gradient: bool = False, need
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}, but wants a torch.Tensor")
+        if t.is_nested:
+            raise TypeError(
+                f"{name} is a nested tensor, but wants a dense one; flash_attention_varlen takes sequences of "
+                "different lengths, packed one after the other"
+            )
         if t.layout is not torch.strided:
             raise TypeError(f"{name} has layout {t.layout}, but wants a dense tensor (torch.strided)")
         if t.ndim < 3:

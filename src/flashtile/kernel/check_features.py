@@ -1,6 +1,6 @@
 """What is wrong with a mask, a score, sinks, dropout or packed sequences; ``check.py`` has the rest.
 
-Checks of numbers that lie on the device would wait for it, so they run only inside ``with flashtile.checked():``.
+Checks of numbers that lie on a GPU would wait for it, so they run only inside ``with flashtile.checked():``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _checking: ContextVar[bool] = ContextVar("flashtile.checked", default=False)
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
     """Also check what lies on the device: that cu_seqlens rise from 0 to at most the tensors' length, that seqused fit
-    into their sequences and max_seqlen bounds them. Each check waits for the device; tests should run inside.
+    into their sequences, max_seqlen bounds them, and masks and scores have entries for the longest of them. Each check
+    waits for the device; tests should run inside. (Lengths on the CPU are read, and checked, anyway.)
 
     ::
 
@@ -49,6 +50,11 @@ def kinds(mask: Any, score: Any, sinks: Any) -> None:
         raise TypeError(
             f"mask is a tensor of {mask.dtype}, but wants torch.bool, True where a query sees a key; what is added "
             "to the logits is score=flashtile.score.bias(tensor)"
+        )
+    if isinstance(mask, Tensor) and not 1 <= mask.ndim <= 4:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}, but wants 1 to 4 dimensions that broadcast to (batch, heads_q, "
+            "seqlen_q, seqlen_k)"
         )
     if score is not None and not isinstance(score, Score):
         more = "; flashtile.score.bias(tensor) adds a tensor to the logits" if isinstance(score, Tensor) else ""
@@ -86,6 +92,8 @@ def rules_fit(rules: Rules, q: Tensor, k: Tensor) -> None:
     rules.mask.check(batch, heads_q, *lengths, q.device)
     if rules.score is not None:
         rules.score.check(batch, heads_q, *lengths, q.device)
+    if seqlens is not None and _reads_lengths(seqlens.cu_seqlens_q, seqlens.cu_seqlens_k):
+        _long_enough(rules, seqlens)
     sinks = rules.sinks
     if sinks is not None:
         if sinks.ndim != 1 or sinks.shape[0] != heads_q:
@@ -94,6 +102,34 @@ def rules_fit(rules: Rules, q: Tensor, k: Tensor) -> None:
             raise TypeError(f"sinks has dtype {sinks.dtype}, but wants a floating-point one")
         if sinks.device != q.device:
             raise ValueError(f"sinks is on {sinks.device}, but wants {q.device} like q")
+
+
+def _long_enough(rules: Rules, seqlens: Seqlens) -> None:
+    """Raise ValueError if a sequence is longer than what a mask or a score has entries for."""
+    longest = (
+        max(_used(seqlens.cu_seqlens_q, seqlens.seqused_q), default=0),
+        max(_used(seqlens.cu_seqlens_k, seqlens.seqused_k), default=0),
+    )
+    sizes = [(f"mask {mask}", mask.sizes[2:]) for mask in _parts(rules.mask)]
+    for p in () if rules.score is None else rules.score.parameters():
+        if p.bucket is None:
+            sizes.append((f"score {p.score.name}", tuple(None if n == 1 else (n, 1) for n in p.tensor.shape[2:])))
+    for owner, made_for in sizes:
+        for name, met, size in zip(("queries", "keys"), longest, made_for, strict=True):
+            if size is not None and size[0] * size[1] < met:
+                raise ValueError(f"{owner} is made for {size[0] * size[1]} {name}, but a sequence has {met}")
+
+
+def _parts(mask: Mask) -> Iterator[Mask]:
+    yield mask
+    for arg in mask.args:
+        if isinstance(arg, Mask):
+            yield from _parts(arg)
+
+
+def _used(cu_seqlens: Tensor, seqused: Tensor | None) -> list[int]:
+    """Return how many rows each sequence uses."""
+    return [b - a for a, b in itertools.pairwise(cu_seqlens.tolist())] if seqused is None else seqused.tolist()
 
 
 def packed_inputs(q: Any, k: Any, v: Any) -> None:
@@ -129,9 +165,18 @@ def seqlens_fit(seqlens: Seqlens, max_seqlen_q: Any, max_seqlen_k: Any, q: Tenso
             raise TypeError(f"{name} is {described(n)}, but wants an int or None")
         if n is not None and n < 0:
             raise ValueError(f"{name} is {n}, but wants 0 or more")
-    if not torch.compiler.is_compiling() and _checking.get():
-        _contents("q", cu_q, seqlens.seqused_q, max_seqlen_q, q.shape[0])
-        _contents("k", cu_k, seqlens.seqused_k, max_seqlen_k, k.shape[0])
+    if _reads_lengths(cu_q, cu_k):
+        hints = (max_seqlen_q, max_seqlen_k) if _checking.get() else (None, None)
+        _contents("q", cu_q, seqlens.seqused_q, hints[0], q.shape[0])
+        _contents("k", cu_k, seqlens.seqused_k, hints[1], k.shape[0])
+
+
+def _reads_lengths(*lengths: Tensor) -> bool:
+    """Return whether what lengths hold is to be checked: when asked, and on the CPU, where nothing waits for it."""
+    if torch.compiler.is_compiling():
+        return False
+    watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
+    return _checking.get() or (not watched and all(type(t) is Tensor and t.device.type == "cpu" for t in lengths))
 
 
 def _lengths(name: str, t: Any, device: torch.device) -> None:

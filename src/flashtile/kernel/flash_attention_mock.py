@@ -24,11 +24,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile.dropout import Dropout
+from flashtile.kernel import check, check_features
 from flashtile.kernel.packed import backward_by_sequence, forward_by_sequence
 from flashtile.kernel.reference_tile import Tile, accumulation_dtype, load
 from flashtile.mask import Mask, causal, full
@@ -264,12 +266,14 @@ def dense_backward(
 class FlashAttentionMock(torch.autograd.Function):
     """``FlashAttentionMock.apply(q, k, v, is_causal=False, naive=False)``: attention on ``(..., n, d)``.
 
-    All leading dimensions are flattened; keys may have fewer heads than queries, in the last leading dimension. Saves
-    q, k, v, o and the lse ``(..., n)``. ``naive=True`` takes the dense formula, which alone is twice differentiable.
+    All leading dimensions are flattened; keys may have fewer heads than queries, in the last leading dimension, and are
+    like them in the others. Saves q, k, v, o and the lse ``(..., n)``. ``naive=True`` takes the dense formula, which
+    alone is twice differentiable. Raises TypeError and ValueError as ``flashtile.flash_attention`` does.
     """
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, naive: bool = False) -> Tensor:
+        _check(q, k, v, is_causal, naive)
         attend = dense_attention if naive else blockwise_forward
         o, lse = attend(_flatten(q), _flatten(k), _flatten(v), **_rules(q, is_causal))
         o, lse = o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
@@ -285,6 +289,15 @@ class FlashAttentionMock(torch.autograd.Function):
         else:
             grads = _BlockwiseBackward.apply(do, q, k, v, o, lse, ctx.is_causal)
         return *grads, None, None
+
+
+def _check(q: Any, k: Any, v: Any, is_causal: Any, naive: Any) -> None:
+    """Raise unless attention can be computed; without leading dimensions there is one head."""
+    if all(isinstance(x, Tensor) and x.ndim == 2 for x in (q, k, v)):
+        q, k, v = q[None], k[None], v[None]
+    check.attention_inputs(q, k, v, any_gradient=True)
+    check.options(is_causal, None)
+    check_features.switches(naive=naive)
 
 
 def _rules(q: Tensor, is_causal: bool) -> dict:

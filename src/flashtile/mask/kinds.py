@@ -211,8 +211,10 @@ def _first_keys_mask(name: str, lengths: Any) -> Mask:
         length = min(_integer("lengths", lengths, 0, "a number of keys"), EVERYTHING)
         return Mask(f"{name}({length})", *functions, (None, length))
     table = _integers("lengths", lengths, (1,))
-    sizes = ((table.shape[0], 1), None, None, None)
-    return Mask(f"{name}(lengths of {table.shape[0]})", *functions, (table, table.shape[0]), sizes)
+    batch = table.shape[0]
+    return Mask(
+        f"{name}(lengths of {batch})", *functions, (_readable(table), max(batch, 1)), ((batch, 1), None, None, None)
+    )
 
 
 # --- documents --------------------------------------------------------------------------------------------------------
@@ -273,11 +275,14 @@ def document(ids: Tensor) -> Mask:
     first key sees nothing. Add ``& causal()`` for packed training.
     """
     ids = _integers("ids", ids, (1, 2), keep_dtype=True)
-    *tables, in_one_piece = _document_tables(ids.reshape(-1, ids.shape[-1]))
+    given, keys = ids.shape[:-1], ids.shape[-1]
+    *tables, in_one_piece = _document_tables(_readable(ids.unsqueeze(0) if ids.ndim == 1 else ids))
     rows, length = tables[0].shape
-    stride = length if ids.ndim == 2 and rows > 1 else 0
+    stride = length if rows > 1 else 0
     functions = (_document_predicate, _document_key_range, _document_query_range)
-    sizes = ((rows, 1) if stride else None, None, None, None)
+    # Without any id there is no document that positions past the end could belong to.
+    batch = (given[0], 1) if given and given[0] != 1 else None
+    sizes = (batch, None, None, None if keys else (0, 1))
     args = (*tables, length, stride, rows * length, in_one_piece)
     return Mask(f"document(ids of {_shape(ids)})", *functions, args, sizes)
 
@@ -303,6 +308,11 @@ def _document_tables(ids: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(torch.int32).contiguous() for t in (first, lo, hi, run_start, run_end, in_one_piece))
 
 
+def _readable(table: Tensor) -> Tensor:
+    """Return the table, with an entry where it has none: kernels read one for a batch or keys that are not there."""
+    return table if table.numel() else table.new_zeros([max(n, 1) for n in table.shape])
+
+
 def _pieces(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return where each entry's run of equal entries starts and ends (the end is past it)."""
     length = ids.shape[1]
@@ -321,6 +331,8 @@ def document_ids(cu_seqlens: Tensor, seqlen: int) -> Tensor:
     gets s.
     """
     cu_seqlens = _integers("cu_seqlens", cu_seqlens, (1,))
+    if cu_seqlens.shape[0] == 0:
+        raise ValueError("cu_seqlens has shape (0,), but wants (sequences + 1,), the first entry 0")
     position = torch.arange(seqlen, device=cu_seqlens.device, dtype=torch.int32)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True, out_int32=True)
 
@@ -356,11 +368,12 @@ def _blocks(name: str, argument: str, table: Any, block_q: int, block_k: int) ->
         met = table.dtype if isinstance(table, Tensor) else type(table).__name__
         more = "; a tensor to be added to the logits is score.bias" if argument == "visible" else ""
         raise TypeError(f"{argument} is {met}, but wants a torch.bool tensor, True where a key is visible{more}")
-    if not 1 <= table.ndim <= 4 or 0 in table.shape:
-        raise ValueError(f"{argument} has shape {tuple(table.shape)}, but wants 1 to 4 dimensions, none of them empty")
+    if not 1 <= table.ndim <= 4:
+        raise ValueError(f"{argument} has shape {tuple(table.shape)}, but wants 1 to 4 dimensions")
     table = table[(None,) * (4 - table.ndim)]
     counts, blocks = table.shape, (1, 1, block_q, block_k)
     sizes = tuple(None if n == 1 and block == 1 else (n, block) for n, block in zip(counts, blocks, strict=True))
+    table = _readable(table)
     for dim in range(4):
         if table.stride(dim) == 0:  # expanded: one entry serves for all
             table = table.narrow(dim, 0, 1)
@@ -387,15 +400,15 @@ def _integer(name: str, value: Any, least: int, wanted: str) -> Any:
 
 
 def _integers(name: str, values: Any, dims: tuple[int, ...], keep_dtype: bool = False) -> Tensor:
-    """Return a tensor of integers, int32 unless the dtype is to be kept, contiguous and not empty."""
+    """Return a tensor of integers, int32 unless the dtype is to be kept, contiguous."""
     if not isinstance(values, (Tensor, list, tuple)):
         raise TypeError(f"{name} is a {type(values).__name__}, but wants a tensor or a sequence of integers")
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values)
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=None if values else torch.int32)
     if tensor.dtype in (torch.bool,) or tensor.is_floating_point() or tensor.is_complex():
         raise TypeError(f"{name} has dtype {tensor.dtype}, but wants integers")
-    if tensor.ndim not in dims or tensor.numel() == 0:
+    if tensor.ndim not in dims:
         wanted = " or ".join(str(n) for n in dims)
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but wants {wanted} dimension(s), none of them empty")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but wants {wanted} dimension(s)")
     return (tensor if keep_dtype else tensor.clamp(-1, EVERYTHING).to(torch.int32)).contiguous()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,20 +15,42 @@ if TYPE_CHECKING:
 
 EMPTY, PARTIAL, FULL = "·", "▒", "█"
 _ROWS_AT_A_TIME = 1024
+MOST = 2**26  # entries of a picture: 8,192 queries and keys
 
 
 def visible(mask: Mask, seqlen_q: int, seqlen_k: int | None = None, batch: int = 0, head: int = 0) -> Tensor:
     """Return the mask of one batch entry and query head as a bool tensor ``(seqlen_q, seqlen_k)``, on the CPU.
 
-    ``seqlen_k`` is ``seqlen_q`` unless given.
+    ``seqlen_k`` is ``seqlen_q`` unless given. Raises TypeError for what is no mask, ValueError for sizes that are no
+    lengths, or more entries than ``MOST``.
     """
+    from flashtile.mask.value import Mask
+
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask is a {type(mask).__name__}, but wants a value of flashtile.mask")
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    for name, value in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k), ("batch", batch), ("head", head)):
+        _whole(name, value, 0)
+    if seqlen_q * seqlen_k > MOST:
+        raise ValueError(
+            f"seqlen_q x seqlen_k is {seqlen_q} x {seqlen_k}, but a picture wants at most {MOST:,} entries, such as "
+            "8,192 x 8,192"
+        )
     device = next(mask.tensors(), torch.empty(0)).device
-    where = Where(batch, head, seqlen_q, seqlen_k)
+    # Tensors, as on the CPU path: ~ of a comparison of numbers would be no truth value.
+    place = torch.tensor([batch, head], device=device).view(2, 1, 1)
+    where = Where(place[0], place[1], seqlen_q, seqlen_k)
     k_idx = torch.arange(seqlen_k, device=device)[None, :]
     rows = torch.arange(seqlen_q, device=device)[:, None].split(_ROWS_AT_A_TIME)
     parts = [mask.predicate(where, q_idx, k_idx, mask.args).expand(len(q_idx), seqlen_k).cpu() for q_idx in rows]
     return torch.cat(parts) if parts else torch.zeros((0, seqlen_k), dtype=torch.bool)
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}, but wants an int")
+    if value < least:
+        raise ValueError(f"{name} is {value}, but wants at least {least}")
 
 
 def tile_states(seen: Tensor, tile_q: int, tile_k: int) -> Tensor:
@@ -49,6 +71,7 @@ def show(
 
     A cell is one (query, key), or a square of as many as it takes. ``seqlen_k`` is ``seqlen_q`` unless given.
     """
+    _whole("width", width, 1)
     seen = visible(mask, seqlen_q, seqlen_k, batch, head)
     side = max(-(-max(seen.shape, default=0) // width), 1)
     unit = "" if side == 1 else f", a cell is {side} x {side}"
@@ -71,18 +94,25 @@ def save_png(
 ) -> None:
     """Draw the mask with its tiles of ``tile_q`` x ``tile_k``: empty ones white, full ones dark, partial ones light
     where hidden and dark where visible. By default a tile is an eighth of the keys on either side."""
+    for name, tile in (("tile_q", tile_q), ("tile_k", tile_k)):
+        if tile is not None:
+            _whole(name, tile, 1)
+    seen = visible(mask, seqlen_q, seqlen_k, batch, head)
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    seen = visible(mask, seqlen_q, seqlen_k, batch, head)
     eighth = max(seen.shape[1] // 8, 1)
     tile_q, tile_k = tile_q or eighth, tile_k or eighth
     states = tile_states(seen, tile_q, tile_k)
-    spread = states.repeat_interleave(tile_q, 0).repeat_interleave(tile_k, 1)[: seen.shape[0], : seen.shape[1]]
+    spread = (
+        states.to(torch.uint8)
+        .repeat_interleave(tile_q, 0)
+        .repeat_interleave(tile_k, 1)[: seen.shape[0], : seen.shape[1]]
+    )
     # Colours: empty, hidden in a partial tile, visible in a partial tile, full.
     colours = ["#ffffff", "#dbe7f3", "#6b9bd1", "#1f4e8c"]
-    image = torch.where(spread == 1, 1 + seen.long(), torch.where(spread == 2, 3, 0))
+    image = torch.where(spread == 1, 1 + seen.to(torch.uint8), (spread == 2) * torch.tensor(3, dtype=torch.uint8))
 
     figure = Figure(figsize=(3.6, 3.6 * max(min(seen.shape[0] / max(seen.shape[1], 1), 2), 0.5) + 0.6), dpi=110)
     axes = figure.add_subplot()

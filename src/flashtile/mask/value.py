@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashtile.seqlen import ON_DEVICE, ROUGH_ON_DEVICE, WHEN_COMPILED, select
+from flashtile.mask import text
+from flashtile.seqlen import ON_DEVICE, ROUGH_ON_DEVICE, WHEN_COMPILED, Where, select
 
 Sizes = tuple[tuple[int, int] | None, ...]  # of (batch, heads_q, seqlen_q, seqlen_k)
 ANY_SIZES: Sizes = (None, None, None, None)
@@ -36,15 +37,20 @@ def jitted(fn: Callable, rough: bool = False) -> Any:
 
     A copy of the function is jitted, in whose globals ``gather``, ``select`` and ``wide`` have their device forms
     (``rough``: those that are good enough for 16-bit inputs), other plain functions that it calls are jitted likewise,
-    and ``tl`` is ``triton.language``.
+    and ``tl`` is ``triton.language``. In functions of users ``//`` and ``%`` floor, as they do in Python.
     """
     import triton
 
+    fn = fn if text.is_own(fn) else text.floored(fn)
     scope = {"tl": triton.language, **fn.__globals__}
     # The interpreter insists on seeing triton.language among the globals of every function that it runs.
     scope["_triton_language"] = triton.language
     for name in _globals_read(fn):
         value = scope.get(name)
+        if isinstance(inner := getattr(value, "fn", None), types.FunctionType) and not text.is_own(inner):
+            # A user's helper that is jitted already, and stays as it is if nothing in it has to floor.
+            scope[name] = value if text.floored(inner) is inner else jitted(inner, rough)
+            continue
         if not isinstance(value, types.FunctionType) or value.__module__.startswith("triton."):
             continue
         if value in WHEN_COMPILED:
@@ -52,15 +58,26 @@ def jitted(fn: Callable, rough: bool = False) -> Any:
         else:
             device_form = ON_DEVICE.get(value, value)
             scope[name] = jitted(ROUGH_ON_DEVICE.get(value, device_form) if rough else device_form, rough)
-    return triton.jit(types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__))
+    copy = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__)
+    copy.__annotations__ = fn.__annotations__
+    return triton.jit(copy)
 
 
 def _globals_read(fn: Callable) -> set[str]:
     return {step.argval for step in dis.get_instructions(fn) if step.opname == "LOAD_GLOBAL"}
 
 
+_OF_TILES = (text.WHERE, text.TENSOR, text.TENSOR, text.NUMBER)
+_OF_LOGITS = (text.WHERE, text.TENSOR, text.TENSOR, text.TENSOR, text.NUMBER)
+_OF_RANGES = (text.NUMBER,) * 4
+_PARAMETERS = {"predicate": _OF_TILES, "bucket": _OF_TILES, "key_range": _OF_RANGES, "query_range": _OF_RANGES}
+
+
 def checked_function(name: str, fn: Any) -> Callable:
-    """Return a user's function in its plain form, or raise: it must be one that kernels can run as well."""
+    """Return a user's function in its plain form, or raise: it must be one that kernels can run as well.
+
+    ``name`` is the argument that it was given for, which says what its parameters are.
+    """
     fn = getattr(fn, "fn", fn)  # what triton.jit was applied to
     if not isinstance(fn, types.FunctionType):
         raise TypeError(f"{name} is {fn!r}, but wants a Python function")
@@ -73,6 +90,7 @@ def checked_function(name: str, fn: Any) -> Callable:
         value = fn.__globals__.get(used)
         if isinstance(value, (int, float, torch.Tensor)):
             raise TypeError(f"{name} {fn.__name__} reads the global {used}; write the number out or pass it in args")
+    text.refuse(name, fn, _PARAMETERS.get(name, _OF_LOGITS))
     return fn
 
 
@@ -86,6 +104,29 @@ def checked_args(args: Any) -> tuple:
         if isinstance(arg, torch.Tensor) and arg.numel() == 0:
             raise ValueError(f"args[{i}] is a tensor of shape {tuple(arg.shape)}, but wants at least one entry")
     return tuple(arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args)
+
+
+def _check_truth(predicate: Callable, args: tuple) -> None:
+    """Raise TypeError unless a predicate returns truth values: asked about one place, without waiting for a device.
+
+    Tensors are replaced by others of their shapes on the CPU; what fails on those says nothing about the predicate.
+    """
+    if torch.compiler.is_compiling():
+        return
+    place = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device="cpu")
+    stand_ins = tuple(
+        torch.ones((), dtype=a.dtype, device="cpu").expand(a.shape) if isinstance(a, torch.Tensor) else a for a in args
+    )
+    try:
+        found = predicate(Where(place, place, 1, 1), place, place, stand_ins)
+    except (ArithmeticError, AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return
+    if not isinstance(found, torch.Tensor) or found.dtype is not torch.bool:
+        met = f"a tensor of {found.dtype}" if isinstance(found, torch.Tensor) else repr(found)
+        raise TypeError(
+            f"predicate {predicate.__name__} returns {met}, but wants a tensor of torch.bool: a comparison with q_idx "
+            "or k_idx, such as k_idx >= 0"
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,7 +165,9 @@ class Mask:
         if key_range is not None:
             key_range = checked_function("key_range", key_range)
             query_range = checked_function("query_range", query_range)
-        return Mask(name or predicate.__name__.strip("_"), predicate, key_range, query_range, checked_args(args))
+        args = checked_args(args)
+        _check_truth(predicate, args)
+        return Mask(name or predicate.__name__.strip("_"), predicate, key_range, query_range, args)
 
     def on_device(self) -> DeviceMask:
         """Return the form that kernels take."""

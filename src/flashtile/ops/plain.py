@@ -135,6 +135,10 @@ class Backward(torch.autograd.Function):
         raise NotImplementedError(autograd.TWICE)
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(autograd.TWICE)
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
         return _vmap(Backward.apply, info, in_dims, args)
 

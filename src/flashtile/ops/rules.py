@@ -221,6 +221,10 @@ class BackwardWithRules(torch.autograd.Function):
         raise NotImplementedError(autograd.TWICE)
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(autograd.TWICE)
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
         return loop(BackwardWithRules.apply, info, in_dims, args)
 

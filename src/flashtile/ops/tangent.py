@@ -41,6 +41,10 @@ class Jvp(torch.autograd.Function):
         raise NotImplementedError(autograd.TWICE)
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(autograd.TWICE)
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> Any:
         return loop(Jvp.apply, info, in_dims, args)
 

@@ -39,7 +39,7 @@ def gradcheck(
             b, h, i, j = wrong.nonzero()[0].tolist()
             place = f"batch {b}, head {h}, query {i}, key {j}, s = {s[b, h, i, j]:.6g}"
             raise ValueError(
-                f"score {score.name}: {what} is {got[b, h, i, j]:.6g}, want {want[b, h, i, j]:.6g} ({place})"
+                f"score {score.name}: {what} is {got[b, h, i, j]:.6g}, but wants {want[b, h, i, j]:.6g} ({place})"
             )
 
     slope = (forward(score, s + step) - forward(score, s - step)) / (2 * step)

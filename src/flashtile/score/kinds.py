@@ -113,7 +113,7 @@ def temperature(t: float) -> Score:
 
 def _positive(score: str, name: str, value: float) -> None:
     if not 0.0 < value < math.inf:
-        raise ValueError(f"{score}: {name} is {value}, want a positive finite number")
+        raise ValueError(f"{score}: {name} is {value}, but wants a positive finite number")
 
 
 # ------------------------------------------------------------------------------------------- something is added to s
@@ -149,7 +149,7 @@ def alibi(slopes: Tensor) -> Score:
     """
     _floating("alibi", "slopes", slopes)
     if slopes.ndim not in (1, 2):
-        raise ValueError(f"alibi: slopes has shape {tuple(slopes.shape)}, want (heads_q,) or (batch, heads_q)")
+        raise ValueError(f"alibi: slopes has shape {tuple(slopes.shape)}, but wants (heads_q,) or (batch, heads_q)")
     entries = Entries.of(slopes.reshape(-1, slopes.shape[-1], 1, 1))
     return Score("alibi", _alibi_forward, one, (entries,), (Gradient(0, _minus_distance),), _ALIBI)
 
@@ -178,7 +178,7 @@ def bias(tensor: Tensor) -> Score:
     """
     _floating("bias", "tensor", tensor)
     if not 1 <= tensor.ndim <= 4:
-        raise ValueError(f"bias: tensor has shape {tuple(tensor.shape)}, want one to four dimensions")
+        raise ValueError(f"bias: tensor has shape {tuple(tensor.shape)}, but wants one to four dimensions")
     entries = Entries.of(tensor.reshape((1,) * (4 - tensor.ndim) + tuple(tensor.shape)))
     return Score("bias", _bias_forward, one, (entries,), (Gradient(0, one),), _BIAS)
 
@@ -204,12 +204,12 @@ def relative_position(table: Tensor, *, bidirectional: bool = True, max_distance
     """
     _floating("relative_position", "table", table)
     if table.ndim != 2:
-        raise ValueError(f"relative_position: table has shape {tuple(table.shape)}, want (buckets, heads_q)")
+        raise ValueError(f"relative_position: table has shape {tuple(table.shape)}, but wants (buckets, heads_q)")
     count, heads = table.shape
     exact = count // 4 if bidirectional else count // 2
     if exact < 1 or max_distance <= exact:
         raise ValueError(
-            f"relative_position: {count} buckets with max_distance {max_distance}, want at least "
+            f"relative_position: {count} buckets with max_distance {max_distance}, but want at least "
             f"{4 if bidirectional else 2} buckets and max_distance > {exact}"
         )
     buckets = _bucket_of_distance(count, bidirectional, max_distance, table.device)
@@ -240,4 +240,4 @@ def _bucket_of_distance(count: int, bidirectional: bool, max_distance: int, devi
 def _floating(score: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         met = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{score}: {name} is {met}, want a floating-point tensor")
+        raise TypeError(f"{score}: {name} is {met}, but wants a floating-point tensor")

@@ -118,18 +118,20 @@ class Score:
         checked = []
         for arg, weight, bucket in gradients:
             if not 0 <= arg < len(args):
-                raise ValueError(f"gradients: arg is {arg}, want the position of a tensor among {len(args)} args")
+                raise ValueError(f"gradients: arg is {arg}, but wants the position of a tensor among {len(args)} args")
             bucket = None if bucket is None else checked_function("bucket", bucket)
             wanted = Entries if bucket is None else Tensor
             if not isinstance(args[arg], wanted):
                 raise TypeError(
-                    f"args[{arg}] is a {type(args[arg]).__name__}, want a {wanted.__name__} for its gradient"
+                    f"args[{arg}] is a {type(args[arg]).__name__}, but wants a {wanted.__name__} for its gradient"
                 )
             checked.append(Gradient(arg, checked_function("weight", weight), bucket))
         return Score(forward.__name__.strip("_"), forward, derivative, _checked_args(args), tuple(checked))
 
     def then(self, after: Score) -> Score:
         """Return the score that applies this one first and ``after`` to its result."""
+        if not isinstance(after, Score):
+            raise TypeError(f"after is a {type(after).__name__}, but wants a value of flashtile.score")
         return Score(f"{self.name}, {after.name}", _then_forward, _then_derivative, (self, after))
 
     def on_device(self, rough: bool = False) -> DeviceScore:
@@ -199,7 +201,7 @@ class Score:
         """
         for tensor in self.tensors():
             if tensor.device != device:
-                raise ValueError(f"score {self.name}: a tensor is on {tensor.device}, want {device} like q")
+                raise ValueError(f"score {self.name}: a tensor is on {tensor.device}, but wants {device} like q")
         declared = {p.index for p in self.parameters()}
         for i, tensor in enumerate(self.tensors()):
             if tensor.requires_grad and i not in declared and torch.is_grad_enabled():
@@ -215,7 +217,7 @@ class Score:
                 shared = p.bucket is None and met == 1
                 if want is not None and met != want and not shared:
                     wanted = f"{want}" if p.bucket is not None else f"1 or {want}"
-                    raise ValueError(f"score {self.name}: size {met} in the {name} dimension, want {wanted}")
+                    raise ValueError(f"score {self.name}: size {met} in the {name} dimension, but wants {wanted}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Score) and self._functions() == other._functions() and _same(self.args, other.args)
@@ -232,10 +234,10 @@ class Score:
 
 def _checked_args(args: Any) -> tuple:
     if not isinstance(args, tuple):
-        raise TypeError(f"args is a {type(args).__name__}, want a tuple")
+        raise TypeError(f"args is a {type(args).__name__}, but wants a tuple")
     for i, arg in enumerate(args):
         if arg is not None and not isinstance(arg, (int, float, Tensor, Entries)):
-            raise TypeError(f"args[{i}] is a {type(arg).__name__}, want an int, a float, a tensor or Entries")
+            raise TypeError(f"args[{i}] is a {type(arg).__name__}, but wants an int, a float, a tensor or Entries")
     return tuple(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args)
 
 

@@ -14,6 +14,8 @@ from flashtile import mask, score
 from flashtile.kernel import launch
 from flashtile.kernel.hopper import backward as hopper
 from flashtile.seqlen import Seqlens
+from tests.kernel.compile_masks import floors
+from tests.kernel.compile_scores import floors_of_logits, one
 from tests.kernel.hopper import offline
 from tests.kernel.offline import DTYPES
 
@@ -23,12 +25,14 @@ MASKS = {
     "window": lambda: mask.window(100, 0),
     "prefix": lambda: mask.prefix([7, 9]) | mask.causal(),
     "lists": lambda: mask.causal().without_ranges(),
+    "own": lambda: mask.Mask.of(floors, (3, 5)),
 }
 SCORES = {
     "": lambda: None,
     "softcap": lambda: score.softcap(3.0),
     "alibi": lambda: score.alibi(torch.rand(4)),
     "bias": lambda: score.bias(torch.rand(300, 300)),
+    "own": lambda: score.Score.of(floors_of_logits, one, (3,)),
 }
 
 

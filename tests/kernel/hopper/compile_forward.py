@@ -12,6 +12,8 @@ from flashtile import mask, score
 from flashtile.kernel import launch, tile_lists
 from flashtile.kernel.hopper.forward import forward
 from flashtile.seqlen import Seqlens
+from tests.kernel.compile_masks import floors
+from tests.kernel.compile_scores import floors_of_logits, one
 from tests.kernel.hopper import offline
 from tests.kernel.offline import DTYPES
 
@@ -22,12 +24,14 @@ MASKS = {
     "window": lambda: mask.window(100, 3),
     "document": lambda: mask.document(torch.arange(LENGTH) // 100) & mask.causal(),
     "lists": lambda: mask.block_sparse(torch.ones(2, 4, 8, 8, dtype=torch.bool), 128, 128),
+    "own": lambda: mask.Mask.of(floors, (3, 5)),
 }
 SCORES = {
     "": lambda: None,
     "softcap": lambda: score.softcap(30.0),
     "alibi": lambda: score.alibi(torch.ones(4)),
     "bias": lambda: score.bias(torch.zeros(2, 4, LENGTH, LENGTH)),
+    "own": lambda: score.Score.of(floors_of_logits, one, (3,)),
 }
 
 
