@@ -150,7 +150,7 @@ def alibi(slopes: Tensor) -> Score:
     _floating("alibi", "slopes", slopes)
     if slopes.ndim not in (1, 2):
         raise ValueError(f"alibi: slopes has shape {tuple(slopes.shape)}, but wants (heads_q,) or (batch, heads_q)")
-    entries = Entries.of(slopes.reshape(-1, slopes.shape[-1], 1, 1))
+    entries = Entries.of(slopes.reshape(slopes.shape[0] if slopes.ndim == 2 else 1, slopes.shape[-1], 1, 1))
     return Score("alibi", _alibi_forward, one, (entries,), (Gradient(0, _minus_distance),), _ALIBI)
 
 
