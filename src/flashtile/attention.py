@@ -409,11 +409,14 @@ def _once(q: Tensor, k: Tensor, v: Tensor, rules: Rules, return_max_logits: bool
     if not transformed and _must_be_an_operator(q, k, v):
         arguments = ops.arguments(rules, return_max_logits)
         return ops.forward_with_rules(q, k, v, *arguments[:6], list(arguments[6:]))
-    inputs = (q, k, v, *rules.learned())
+    learned = rules.learned()
+    inputs = (q, k, v, *learned)
     if not transformed and any(t.is_neg() for t in inputs):
         # Negated lazily (conj().imag): kernels would read the wrong sign.
         q, k, v, rules = q.resolve_neg(), k.resolve_neg(), v.resolve_neg(), resolved(rules)
     if transformed or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
+        if not transformed and not learned:
+            return ops.AtOnce.apply(q, k, v, rules, return_max_logits)  # pyright: ignore[reportReturnType]
         arguments = ops.arguments(rules, return_max_logits)
         return ops.ForwardWithRules.apply(q, k, v, *arguments)  # pyright: ignore[reportReturnType]
     return ops.run_forward(q, k, v, rules, return_max_logits)

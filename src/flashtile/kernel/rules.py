@@ -58,6 +58,12 @@ class Rules(NamedTuple):
         of_score = () if self.score is None else self.score.tensors()
         return of_score if self.sinks is None else (*of_score, self.sinks)
 
+    def others(self) -> tuple[Tensor, ...]:
+        """Return the tensors that have none: those of the mask, of dropout and of packed sequences."""
+        of_dropout = () if self.dropout is None else (self.dropout.seed,)
+        of_seqlens = () if self.seqlens is None else [t for t in self.seqlens if isinstance(t, Tensor)]
+        return *self.mask.tensors(), *of_dropout, *of_seqlens
+
 
 CAUSAL = causal()
 

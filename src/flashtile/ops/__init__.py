@@ -7,6 +7,7 @@ know about it: shapes and strides (fake), derivative, autocast rule, vmap rule, 
 from flashtile.ops.flop_formula import flops, register
 from flashtile.ops.plain import Backward, Forward, backward, forward
 from flashtile.ops.rules import (
+    AtOnce,
     BackwardWithRules,
     ForwardWithRules,
     arguments,
@@ -18,6 +19,7 @@ from flashtile.ops.rules import (
 register()
 
 __all__ = [
+    "AtOnce",
     "Backward",
     "BackwardWithRules",
     "Forward",

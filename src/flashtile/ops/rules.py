@@ -161,6 +161,45 @@ class ForwardWithRules(torch.autograd.Function):
         return loop(ForwardWithRules.apply, info, in_dims, args)
 
 
+class AtOnce(torch.autograd.Function):
+    """``ForwardWithRules`` where nothing is learned and nobody looks on: the rules stay together, for the host's sake.
+
+    (Taken apart and put together again, they would take as long as all else that the host does for a call.)
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rules: Rules, return_max_logits: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.rules = rules
+        o, lse, max_logits = run_forward(q, k, v, rules, return_max_logits)
+        ctx.mark_non_differentiable(max_logits)
+        # The others are saved to be watched: who changes one in place before the backward pass gets autograd's error.
+        ctx.save_for_backward(q, k, v, o, lse, *rules.others())
+        ctx.set_materialize_grads(False)
+        return o, lse, max_logits
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        needs = list(ctx.needs_input_grad[:3])
+        if (do is None and dlse is None) or not any(needs):
+            return (None,) * 5
+        rules: Rules = ctx.rules
+        q, k, v, o, lse = ctx.saved_tensors[:5]
+        watched = torch.is_grad_enabled() or _is_watched((do, q, k, v, o, lse, dlse))
+        if watched or torch._C._are_functorch_transforms_active():
+            scale, key, ints, floats, changing, _, *tensors = arguments(rules, False)
+            args = (do, q, k, v, o, lse, dlse, scale, key, ints, floats, changing, needs, *tensors)
+            found: Any = BackwardWithRules.apply(*args)
+        elif autograd.autocasts(q):
+            with torch.autocast(q.device.type, enabled=False):
+                found = autograd.gradients(do, q, k, v, o, lse, dlse, rules, needs)
+        else:
+            found = autograd.gradients(do, q, k, v, o, lse, dlse, rules, needs)
+        grads = iter(found)
+        return *(next(grads) if need else None for need in needs), None, None
+
+
 def _save(ctx: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tensors: Sequence[Tensor]) -> None:
     ctx.save_for_backward(q, k, v, o, lse, *tensors)
     if torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
@@ -198,8 +237,11 @@ def _run(run: Callable, operator: Callable, args: Sequence[Any], fixed: int) -> 
 
     ``fixed`` is how many arguments there are before those that make the list of tensors.
     """
-    watched = _is_tracing() or not all(type(t) in _PLAIN for t in args if isinstance(t, Tensor))
-    return (operator if watched else run)(*args[:fixed], list(args[fixed:]))
+    return (operator if _is_watched(args) else run)(*args[:fixed], list(args[fixed:]))
+
+
+def _is_watched(args: Sequence[Any]) -> bool:
+    return _is_tracing() or not all(type(t) in _PLAIN for t in args if isinstance(t, Tensor))
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
