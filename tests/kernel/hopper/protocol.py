@@ -16,8 +16,8 @@ class Machine:
     """Shared memory, mbarriers (phases that are complete, by buffer) and named barriers of one program."""
 
     def __init__(self, consumers: int, stages: int, q_buffers: int, chance: random.Random) -> None:
-        self.consumers, self.stages, self.q_buffers, self.slots = consumers, stages, q_buffers, stages + 3
-        sizes = {"k": stages, "v": stages, "q": q_buffers, "board": self.slots}
+        self.consumers, self.stages, self.q_buffers, self.slots = consumers, stages, q_buffers, stages + 4
+        sizes = {"k": stages, "v": stages, "q": q_buffers, "board": self.slots, "wanted": 1}
         self.holds: dict[str, list[Any]] = {name: [None] * size for name, size in sizes.items()}
         self.phases = {name: [0] * size for name, size in sizes.items()}
         self.arrived: dict[tuple[str, int], int] = {}
@@ -64,14 +64,28 @@ def _copy_next(m: Machine, name: str, count: int, what: Any) -> Generator:
     yield "runs"
 
 
-def producer(m: Machine, tiles: list[int]) -> Generator:
+def scheduler(m: Machine, tiles: list[int]) -> Generator:
     """``tiles``: how many key tiles each query tile has, 0 for one that is no tile."""
-    count, q_count, slot, values = 0, 0, 0, "zeros"
+    slot, phase = 0, 0
     for tile, steps in enumerate(tiles):
         if steps:
             m.post(slot, (tile, steps))
             slot = (slot + 1) % m.slots
+            yield from m.wait("wanted", 0, phase)
+            phase ^= 1
+        yield "runs"
+    m.post(slot, None)
+
+
+def producer(m: Machine, chance: random.Random) -> Generator:
+    count, q_count, slot, slot_phase, values = 0, 0, 0, 0, "zeros"
+    yield from m.wait("board", 0, 0)
+    while posted := m.holds["board"][slot]:
+        tile, steps = posted
+        ask_at = chance.randrange(steps)
         for i in range(steps):
+            if i == ask_at:
+                m.phases["wanted"][0] += 1
             yield from _copy_next(m, "k", count, (tile, i))
             yield from _copy_next(m, "v", count, values)
             values = (tile, i)
@@ -81,7 +95,9 @@ def producer(m: Machine, tiles: list[int]) -> Generator:
                 m.copy("q", q_count % m.q_buffers, tile)
                 q_count += 1
             count += 1
-    m.post(slot, None)
+            assert m.holds["board"][slot] == posted, "the walk goes on over another tile"
+        slot, slot_phase = _next(slot, slot_phase, m.slots)
+        yield from m.wait("board", slot, slot_phase)
     if count:
         yield from _copy_next(m, "v", count, values)
     for i in range(m.stages):
@@ -156,7 +172,8 @@ def run(tiles: list[int], consumers: int, stages: int, q_buffers: int, seed: int
     chance = random.Random(seed)
     m = Machine(consumers, stages, q_buffers, chance)
     written: list[list[int]] = [[] for _ in range(consumers)]
-    roles = {-1: producer(m, tiles)} | {me: consumer(m, me, written[me]) for me in range(consumers)}
+    roles = {-2: scheduler(m, tiles), -1: producer(m, chance)}
+    roles |= {me: consumer(m, me, written[me]) for me in range(consumers)}
     haste = {role: chance.choice((1, 1, 5, 20)) for role in roles}
     idle = 0
     while roles:

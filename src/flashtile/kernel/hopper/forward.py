@@ -2,7 +2,8 @@
 
     S = score(softmax_scale * Q K^T) where mask      P = softmax(S)      O = P V      lse = ln sum exp(S)
 
-The producer, one warp, copies tiles of Q, K and V into rings of buffers; the consumers, warpgroups that own 64 query
+The scheduler, one warp, finds out which query tile is next and which key tiles it sees; the producer, another one,
+copies tiles of Q, K and V into rings of buffers; the consumers, warpgroups that own 64 query
 rows each, do everything else in one loop over key tiles: issue Q K^T of tile i and P V of tile i - 1, then take the
 softmax of tile i while the tensor cores work for the other consumers (they take turns).
 
@@ -42,7 +43,8 @@ from flashtile.seqlen import Seqlens, Where
 
 
 class Rings(NamedTuple):
-    """What producer and consumers share: buffers by chunk of columns, mbarriers that say when they are filled."""
+    """What the roles share: buffers by chunk of columns, mbarriers that say when they are filled; the board of tiles,
+    mbarriers that say when one is posted, and one by which the producer asks for the next."""
 
     q_smem: Any
     k_smem: Any
@@ -52,6 +54,7 @@ class Rings(NamedTuple):
     v_full: Any
     board: Any
     posted: Any
+    wanted: Any
 
 
 class Walk(NamedTuple):
@@ -88,7 +91,7 @@ def _where(at, num_sequences, SIZES: gl.constexpr):
 # --- the producer -----------------------------------------------------------------------------------------------------
 
 
-# How many key tiles of a query tile are left to copy when the next query tile is drawn; all of them in a short walk.
+# How many key tiles of a query tile are left to copy when the next query tile is asked for; in a short walk, all.
 DRAW_AHEAD, SHORT_WALK = gl.constexpr(3), gl.constexpr(8)
 # Below so many queries two consumers beat three under a mask. Causal, head_dim 64, against three: 1.29 at 512, 1.15 at
 # 1,024, 0.99 at 2,048.
@@ -147,50 +150,68 @@ def _full_tiles(CONSUMER: gl.constexpr, mask, tiles, where, at, SIZES: gl.conste
 
 
 @gluon.jit
-def producer(descs, rings, counts, counter, packed, mask, tiles, SIZES: gl.constexpr):
-    """Copy what the consumers need in the order in which they do: the keys of a tile, then the values of the one before
-    it, and a query tile's queries with its first keys."""
-    q_descs, k_descs, v_descs = descs
-    num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences, num_tiles, section = counts
+def scheduler(rings, counts, counter, packed, mask, tiles, SIZES: gl.constexpr):
+    """Post query tiles, each when the producer asks for it: one ahead, so that nobody waits for what a tile's place and
+    its mask's tables take to be found out."""
+    num_heads_q, _, seqlen_q, seqlen_k, num_sequences, num_tiles, section = counts
     BLOCK_M: gl.constexpr = ROWS * SIZES.consumers
-    count, q_count, slot = 0, 0, 0
-    # "Before the first tile" are rows past the end, zeros: the consumers' first P V is then one like all others.
-    values_at = rows.coordinates(0, 0, 0, 0, 0 if SIZES.packed else seqlen_k, SIZES.packed)
+    slot, phase = 0, 0
     number = gl.program_id(0)
     while number < num_tiles:
         at = schedule.place(number, num_tiles, section, seqlen_q, seqlen_k, num_sequences, packed, num_heads_q, BLOCK_M)
-        where = _where(at, num_sequences, SIZES)
-        first, _, _, last = key_tiles(mask, tiles, where, at.block, BLOCK_M, SIZES.block_n)
-        last = gl.maximum(last, first + 1)  # a query tile without keys: one key tile, of which the mask leaves nothing
-        steps = gl.where(at.block >= 0, last - first, 0)
-        if steps > 0:
+        if at.block >= 0:
+            where = _where(at, num_sequences, SIZES)
+            first, _, _, last = key_tiles(mask, tiles, where, at.block, BLOCK_M, SIZES.block_n)
+            # A query tile without keys: one key tile, of which the mask leaves nothing.
+            last = gl.maximum(last, first + 1)
             full = (_full_tiles(0, mask, tiles, where, at, SIZES), _full_tiles(1, mask, tiles, where, at, SIZES))
             if SIZES.consumers == 3:
                 full = full + (_full_tiles(2, mask, tiles, where, at, SIZES),)  # noqa: RUF005
             schedule.post(rings.board, rings.posted, slot, at, first, last, full, SIZES.packed)
             slot = (slot + 1) % SIZES.slots
-        # As late as its way through memory allows: who has just begun a long tile must not keep the next long one from
-        # the others. (Drawn at the beginning, shares of a causal pass at head_dim 256 differed by 8 %.)
-        draw_at = gl.where(steps > SHORT_WALK, steps - DRAW_AHEAD, 0)
-        kv_head = at.head // heads_per_kv
-        for part in gl.static_range(2):
-            if part == 1 and SIZES.queue:
-                ticket = schedule.draw(counter)
-            for i in range(0 if part == 0 else draw_at, draw_at if part == 0 else steps):
-                row = nth_tile(tiles, where, at.block, last - 1 - i) * SIZES.block_n
-                keys_at = rows.coordinates(at.batch, kv_head, at.k_start, at.seqlen_k, row, SIZES.packed)
-                _copy_next(k_descs, rings.k_smem, rings.k_full, SIZES.k_free, count, keys_at, SIZES)
-                _copy_next(v_descs, rings.v_smem, rings.v_full, SIZES.v_free, count, values_at, SIZES)
-                values_at = keys_at
-                if i == 0:
-                    _copy_queries(q_descs, rings, q_count, at, SIZES)
-                    q_count += 1
-                count += 1
+            mbarrier.wait(rings.wanted.index(0), phase)
+            phase ^= 1
         if SIZES.queue:
-            number = schedule.drawn(ticket, num_tiles, counter)
+            number = schedule.drawn(schedule.draw(counter), num_tiles, counter)
         else:
             number += gl.num_programs(0)
     schedule.post_end(rings.board, rings.posted, slot)
+
+
+@gluon.jit
+def producer(descs, rings, counts, tiles, SIZES: gl.constexpr):
+    """Copy what the consumers need in the order in which they do: the keys of a tile, then the values of the one before
+    it, and a query tile's queries with its first keys."""
+    q_descs, k_descs, v_descs = descs
+    _, heads_per_kv, seqlen_q, seqlen_k, num_sequences, _, _ = counts
+    count, q_count, slot, slot_phase = 0, 0, 0, 0
+    # "Before the first tile" are rows past the end, zeros: the consumers' first P V is then one like all others.
+    values_at = rows.coordinates(0, 0, 0, 0, 0 if SIZES.packed else seqlen_k, SIZES.packed)
+    mbarrier.wait(rings.posted.index(0), 0)
+    live, first, last = schedule.read_walk(rings.board, 0)
+    while live:
+        at = schedule.read_place(rings.board, slot, seqlen_q, seqlen_k, SIZES.packed)
+        where = _where(at, num_sequences, SIZES)
+        steps = last - first
+        # As late as finding out allows: who has just begun a long tile must not keep the next long one from the others.
+        # (Drawn at the beginning, shares of a causal pass at head_dim 256 differed by 8 %.)
+        ask_at = gl.where(steps > SHORT_WALK, steps - DRAW_AHEAD, 0)
+        kv_head = at.head // heads_per_kv
+        for i in range(steps):
+            if i == ask_at:
+                mbarrier.arrive(rings.wanted.index(0), count=1)
+            row = nth_tile(tiles, where, at.block, last - 1 - i) * SIZES.block_n
+            keys_at = rows.coordinates(at.batch, kv_head, at.k_start, at.seqlen_k, row, SIZES.packed)
+            _copy_next(k_descs, rings.k_smem, rings.k_full, SIZES.k_free, count, keys_at, SIZES)
+            _copy_next(v_descs, rings.v_smem, rings.v_full, SIZES.v_free, count, values_at, SIZES)
+            values_at = keys_at
+            if i == 0:
+                _copy_queries(q_descs, rings, q_count, at, SIZES)
+                q_count += 1
+            count += 1
+        slot, slot_phase = _next(slot, slot_phase, SIZES.slots)
+        mbarrier.wait(rings.posted.index(slot), slot_phase)
+        live, first, last = schedule.read_walk(rings.board, slot)
     if count > 0:
         _copy_next(v_descs, rings.v_smem, rings.v_full, SIZES.v_free, count, values_at, SIZES)
     # Every release has to meet its wait before the program ends. (The consumers do not release the last values.)
@@ -313,7 +334,8 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
         barriers.arrive(SIZES.turn, 256)
 
     mbarrier.wait(rings.posted.index(0), 0)
-    live, first, last, full_first, full_end = schedule.read_walk(rings.board, 0, CONSUMER)
+    live, first, last = schedule.read_walk(rings.board, 0)
+    full_first, full_end = schedule.read_full(rings.board, 0, CONSUMER)
     mbarrier.wait(rings.q_full.index(0), 0, pred=live)
     step = last - 1
     any_tile, keep, is_first = live, live, step < first  # there are no rows to write at the first tile of all
@@ -335,7 +357,8 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
             slot, slot_phase = _next(slot, slot_phase, SIZES.slots)
             q_buffer, q_phase = _next(q_buffer, q_phase, SIZES.q_buffers)
             mbarrier.wait(rings.posted.index(slot), slot_phase)
-            live, first, last, full_first, full_end = schedule.read_walk(rings.board, slot, CONSUMER)
+            live, first, last = schedule.read_walk(rings.board, slot)
+            full_first, full_end = schedule.read_full(rings.board, slot, CONSUMER)
             step = last - 1
             mbarrier.wait(rings.q_full.index(q_buffer), q_phase, pred=live)
         if SIZES.hot_loop:
@@ -409,7 +432,7 @@ def forward_kernel(
     rings = _Rings(
         _ring(descs[0], CONSUMERS * SIZES.q_buffers), _ring(descs[1], SIZES.stages), _ring(descs[2], SIZES.stages),
         _mbarriers(SIZES.q_buffers), _mbarriers(SIZES.stages), _mbarriers(SIZES.stages),
-        schedule.board(SIZES.slots), _mbarriers(SIZES.slots),
+        schedule.board(SIZES.slots), _mbarriers(SIZES.slots), _mbarriers(1),
     )  # fmt: skip
     out = _Out(
         o_desc, _ring((o_desc,), CONSUMERS * SIZES.o_buffers)[0], lse_ptr, row_stride, num_heads_q, num_sequences
@@ -425,15 +448,17 @@ def forward_kernel(
         gl.warp_specialize([
             (consumer, (C0, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
             (consumer, (C1, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
-            (producer, (descs, rings, counts, counter, packed, mask, tiles, SIZES)),
-        ], [4, 1], [REGISTERS, SIZES.registers_producer])  # fmt: skip
+            (producer, (descs, rings, counts, tiles, SIZES)),
+            (scheduler, (rings, counts, counter, packed, mask, tiles, SIZES)),
+        ], [4, 1, 1], [REGISTERS, SIZES.registers_producer, SIZES.registers_producer])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (C0, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
             (consumer, (C1, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
             (consumer, (C2, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
-            (producer, (descs, rings, counts, counter, packed, mask, tiles, SIZES)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, SIZES.registers_producer])  # fmt: skip
+            (producer, (descs, rings, counts, tiles, SIZES)),
+            (scheduler, (rings, counts, counter, packed, mask, tiles, SIZES)),
+        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, SIZES.registers_producer, SIZES.registers_producer])  # fmt: skip
 
 
 # --- on the host ------------------------------------------------------------------------------------------------------

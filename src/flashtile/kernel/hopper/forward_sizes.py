@@ -78,7 +78,7 @@ def sizes(
             f"{config} does not serve {columns} columns of K and {columns_v} of V: wrong block_m, or no room"
         )
     q_buffers, o_buffers = fitting[0]
-    turn = barriers.first_free(config.consumers + 1)
+    turn = barriers.first_free(config.consumers + 2)
     k_free = turn + config.consumers
     v_free, q_free = k_free + config.stages, k_free + 2 * config.stages
     if q_free + q_buffers > barriers.MOST:
@@ -93,7 +93,7 @@ def sizes(
         tuple(map(number, chunks_v)), number(o_width), number(o_buffers),
         number(queue), number(packed), number(hot_loop), number(wait_after),
         number(config.registers_consumer), number(config.registers_producer),
-        number(128 * config.consumers + 32), number(config.stages + 3),
+        number(128 * config.consumers + 32), number(config.stages + 4),
         number(turn), number(k_free), number(v_free), number(q_free),
     )  # fmt: skip
 
