@@ -167,7 +167,7 @@ def _bias_scaled(where, q_idx, k_idx, s, beside, unit, args):
     return s * unit + number(beside, k_idx, s)
 
 
-_BIAS = Parts(no_initial, _bias_beside, _bias_scaled, natural_unit, slope_one)
+_BIAS = Parts(no_initial, _bias_beside, _bias_scaled, natural_unit, slope_one, entries=0)
 
 
 def bias(tensor: Tensor) -> Score:

@@ -38,7 +38,8 @@ class Parts(NamedTuple):
 
     (s in ``scaled`` and ``slope`` has ``initial`` in it.) ``initial_behind`` is ``initial`` where ``looks_back`` holds
     of the mask: keys stand behind the query or beside it. ``few_registers``: kernels for Hopper may hold as many logits
-    as without a score.
+    as without a score. ``entries``: which of the args is an ``Entries`` that ``beside`` fetches from and does
+    nothing else, so that kernels may bring what it gives another way.
     """
 
     initial: Callable
@@ -48,6 +49,7 @@ class Parts(NamedTuple):
     slope: Callable
     initial_behind: Callable | None = None
     few_registers: bool = False
+    entries: int | None = None
 
 
 class DeviceParts(NamedTuple):
@@ -157,6 +159,15 @@ class Score:
         initial = parts.initial_behind if looks_back and parts.initial_behind else parts.initial
         functions = (initial, parts.beside, parts.scaled, parts.unit, parts.slope)
         return DeviceParts(args, *(jitted(function, rough) for function in functions))
+
+    def entries_beside(self) -> Tensor | None:
+        """Return the tensor of four dims whose entries by query and key the parts' ``beside`` gives, if it does."""
+        if self.forward is _then_forward:
+            return self.args[0].entries_beside()
+        if self.parts is None or self.parts.entries is None:
+            return None
+        tensor = self.args[self.parts.entries].tensor
+        return tensor if tensor.shape[2] > 1 and tensor.shape[3] > 1 else None
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor among the arguments, in order."""

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.dropout import Dropout
 from flashtile.kernel import launch, launcher, replay, seqlen, tile_lists
-from flashtile.kernel.hopper import barriers, forward_parts, rows, schedule
+from flashtile.kernel.hopper import barriers, forward_parts, rows, schedule, score_entries
 from flashtile.kernel.hopper.forward_parts import LOG2E, ROWS, Out
 from flashtile.kernel.hopper.forward_sizes import chunks_of, operands, sizes, two_consumers
 from flashtile.kernel.layout import empty_in_order_of
@@ -44,7 +44,10 @@ from flashtile.seqlen import Seqlens, Where
 
 class Rings(NamedTuple):
     """What the roles share: buffers by chunk of columns, mbarriers that say when they are filled; the board of tiles,
-    mbarriers that say when one is posted, and one by which the producer asks for the next."""
+    mbarriers that say when one is posted, and one by which the producer asks for the next.
+
+    ``entries`` is (buffers, mbarriers) for a score's entries, each of one consumer's rows, or () if there are none.
+    """
 
     q_smem: Any
     k_smem: Any
@@ -55,6 +58,7 @@ class Rings(NamedTuple):
     board: Any
     posted: Any
     wanted: Any
+    entries: Any
 
 
 class Walk(NamedTuple):
@@ -74,6 +78,8 @@ class Walk(NamedTuple):
     q_buffer: Any
     slot: Any
     slot_before: Any
+    entries_buffer: Any
+    entries_phase: Any
 
 
 _Where, _Rings, _Out, _Walk = gl.constexpr(Where), gl.constexpr(Rings), gl.constexpr(Out), gl.constexpr(Walk)
@@ -139,6 +145,20 @@ def _copy_queries(descs, rings, count, at, SIZES: gl.constexpr):
 
 
 @gluon.jit
+def _copy_entries(desc, rings, count, where, block, column, SIZES: gl.constexpr):
+    """Start to copy the entries of key tile number ``count``, for each consumer when there is a buffer free."""
+    smem, full = rings.entries
+    for c in gl.static_range(SIZES.consumers):
+        index = count * SIZES.consumers + c
+        buffer = index % SIZES.entries_buffers
+        if index >= SIZES.entries_buffers:
+            barriers.sync(SIZES.entries_free + buffer, SIZES.threads_of_one, 1)
+        mbarrier.expect(full.index(buffer), desc.block_type.nbytes)
+        row = (block * SIZES.consumers + c) * ROWS
+        score_entries.copy_in(desc, where, row, column, full.index(buffer), smem.index(buffer))
+
+
+@gluon.jit
 def _full_tiles(CONSUMER: gl.constexpr, mask, tiles, where, at, SIZES: gl.constexpr):
     """Return the key tiles [first, end) of which a consumer's own rows see every key."""
     if tiles is None:
@@ -181,8 +201,8 @@ def scheduler(rings, counts, counter, packed, mask, tiles, SIZES: gl.constexpr):
 @gluon.jit
 def producer(descs, rings, counts, tiles, SIZES: gl.constexpr):
     """Copy what the consumers need in the order in which they do: the keys of a tile, then the values of the one before
-    it, and a query tile's queries with its first keys."""
-    q_descs, k_descs, v_descs = descs
+    it, a query tile's queries with its first keys, and a score's entries."""
+    q_descs, k_descs, v_descs, entries_descs = descs
     _, heads_per_kv, seqlen_q, seqlen_k, num_sequences, _, _ = counts
     count, q_count, slot, slot_phase = 0, 0, 0, 0
     # "Before the first tile" are rows past the end, zeros: the consumers' first P V is then one like all others.
@@ -208,6 +228,8 @@ def producer(descs, rings, counts, tiles, SIZES: gl.constexpr):
             if i == 0:
                 _copy_queries(q_descs, rings, q_count, at, SIZES)
                 q_count += 1
+            if len(entries_descs) > 0:
+                _copy_entries(entries_descs[0], rings, count, where, at.block, row, SIZES)
             count += 1
         slot, slot_phase = _next(slot, slot_phase, SIZES.slots)
         mbarrier.wait(rings.posted.index(slot), slot_phase)
@@ -223,6 +245,10 @@ def producer(descs, rings, counts, tiles, SIZES: gl.constexpr):
     for i in gl.static_range(SIZES.q_buffers):
         if q_count + i >= SIZES.q_buffers:
             barriers.sync(SIZES.q_free + (q_count + i) % SIZES.q_buffers, SIZES.threads, 1)
+    for i in gl.static_range(SIZES.entries_buffers):
+        index = count * SIZES.consumers + i
+        if index >= SIZES.entries_buffers:
+            barriers.sync(SIZES.entries_free + index % SIZES.entries_buffers, SIZES.threads_of_one, 1)
 
 
 # --- a consumer -------------------------------------------------------------------------------------------------------
@@ -232,6 +258,16 @@ def producer(descs, rings, counts, tiles, SIZES: gl.constexpr):
 def _next(index, phase, COUNT: gl.constexpr):
     """Return the next buffer of a ring, and the phase of its mbarrier."""
     return gl.where(index == COUNT - 1, 0, index + 1), gl.where(index == COUNT - 1, phase ^ 1, phase)
+
+
+@gluon.jit
+def _next_entries(buffer, phase, SIZES: gl.constexpr):
+    """Return likewise where a consumer's next entries will be: the other consumers' lie in between."""
+    if SIZES.entries_buffers == 0:
+        return buffer, phase
+    else:
+        wraps = buffer + SIZES.consumers >= SIZES.entries_buffers
+        return buffer + SIZES.consumers - gl.where(wraps, SIZES.entries_buffers, 0), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -282,7 +318,11 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
     acc = forward_parts.issue_values(p, rings.v_smem, stage, acc, walk.keep)
     barriers.arrive(SIZES.turn + NEXT, 256)
     if score is not None:
-        beside = score.beside(where, q_idx, k_idx, score.args)
+        if len(rings.entries) > 0:
+            mbarrier.wait(rings.entries[1].index(walk.entries_buffer), walk.entries_phase)
+            beside = forward_parts.read_entries(rings.entries[0], walk.entries_buffer)
+        else:
+            beside = score.beside(where, q_idx, k_idx, score.args)
     # Gluon puts a barrier of the warpgroup between two waits for one mbarrier. Here it costs nothing.
     gl.thread_barrier()
     s = warpgroup_mma_wait(len(acc), deps=(s,))
@@ -300,6 +340,8 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
         if start_n + SIZES.block_n > where.seqlen_k:
             s = gl.where(offs_n < where.seqlen_k - start_n, s, float("-inf"))
     tile_max = forward_parts.row_max_of(s)
+    if len(rings.entries) > 0:  # of which all went into the maximum, and that into a branch
+        barriers.arrive(SIZES.entries_free + walk.entries_buffer, SIZES.threads_of_one)
 
     if SIZES.wait_after == "maximum":
         tile_max = forward_parts.finish_before_wait(tile_max)
@@ -330,6 +372,7 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
     acc, p, row_max, row_sum = forward_parts.start(rings.k_smem[0].dtype, SIZES)
     finished = (row_max, row_sum)
     stage, phase, q_buffer, q_phase, slot, slot_phase, slot_before = 0, 0, 0, 0, 0, 0, 0
+    entries_buffer, entries_phase = CONSUMER + 0, 0
     if SIZES.consumers - 1 == CONSUMER:
         barriers.arrive(SIZES.turn, 256)
 
@@ -342,12 +385,14 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
     while live:
         acc, p, row_max, row_sum = _key_tile(
             CONSUMER, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, scales,
-            _Walk(step, first, full_first, full_end, is_first, keep, stage, phase, q_buffer, slot, slot_before),
+            _Walk(step, first, full_first, full_end, is_first, keep, stage, phase, q_buffer, slot, slot_before,
+                  entries_buffer, entries_phase),
             (acc, p, row_max, row_sum), finished, True, SIZES,
         )  # fmt: skip
         keep = is_first == 0  # else P V of this tile, the first of its query tile, begins a new sum
         is_first = step == first  # the next one
         stage, phase = _next(stage, phase, SIZES.stages)
+        entries_buffer, entries_phase = _next_entries(entries_buffer, entries_phase, SIZES)
         step -= 1
         if is_first:
             if SIZES.wait_after == "exponentials":
@@ -367,11 +412,13 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
             while step >= stop:
                 acc, p, row_max, row_sum = _key_tile(
                     CONSUMER, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, scales,
-                    _Walk(step, first, full_first, full_end, is_first, keep, stage, phase, q_buffer, slot, slot_before),
+                    _Walk(step, first, full_first, full_end, is_first, keep, stage, phase, q_buffer, slot, slot_before,
+                          entries_buffer, entries_phase),
                     (acc, p, row_max, row_sum), finished, False, SIZES,
                 )  # fmt: skip
                 keep = live  # that is, true
                 stage, phase = _next(stage, phase, SIZES.stages)
+                entries_buffer, entries_phase = _next_entries(entries_buffer, entries_phase, SIZES)
                 step -= 1
     if any_tile:
         mbarrier.wait(rings.v_full.index(stage), phase)
@@ -410,6 +457,14 @@ def _mbarriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
+def _entries_ring(descs, SIZES: gl.constexpr):
+    if len(descs) == 0:
+        return ()
+    else:
+        return _ring(descs, SIZES.entries_buffers)[0], _mbarriers(SIZES.entries_buffers)
+
+
+@gluon.jit
 def _with_rest(desc, rest):
     if rest is None:
         return (desc,)
@@ -424,15 +479,16 @@ def _with_rest(desc, rest):
 def forward_kernel(
     q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, o_desc, lse_ptr, counter, sinks_ptr,
     row_stride, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences, num_tiles, section, softmax_scale,
-    packed, mask, score, tiles, SIZES: gl.constexpr,
+    packed, mask, score, entries_desc, tiles, SIZES: gl.constexpr,
 ):  # fmt: skip
     """Each program writes O and LSE of the query tiles that it is dealt. ``*_rest`` are a second chunk of columns."""
     CONSUMERS: gl.constexpr = SIZES.consumers
-    descs = (_with_rest(q_desc, q_rest), _with_rest(k_desc, k_rest), _with_rest(v_desc, v_rest))
+    descs = (_with_rest(q_desc, q_rest), _with_rest(k_desc, k_rest), _with_rest(v_desc, v_rest),
+             () if entries_desc is None else (entries_desc,))  # fmt: skip
     rings = _Rings(
         _ring(descs[0], CONSUMERS * SIZES.q_buffers), _ring(descs[1], SIZES.stages), _ring(descs[2], SIZES.stages),
         _mbarriers(SIZES.q_buffers), _mbarriers(SIZES.stages), _mbarriers(SIZES.stages),
-        schedule.board(SIZES.slots), _mbarriers(SIZES.slots), _mbarriers(1),
+        schedule.board(SIZES.slots), _mbarriers(SIZES.slots), _mbarriers(1), _entries_ring(descs[3], SIZES),
     )  # fmt: skip
     out = _Out(
         o_desc, _ring((o_desc,), CONSUMERS * SIZES.o_buffers)[0], lse_ptr, row_stride, num_heads_q, num_sequences
@@ -507,7 +563,13 @@ def forward(
     call = replay.Call(options, (q, k, v, o, lse, counter, sinks), q.device)
     if call.again():
         return o, lse
-    SIZES = sizes(chunks_of(head_dim), chunks_of(head_dim_v), config, queue, seqlens is not None, score is not None)
+    entries = score_entries.tensor_of(score, softmax_scale)
+    entry_bytes = 0 if entries is None else entries.itemsize
+    chunks = chunks_of(head_dim), chunks_of(head_dim_v)
+    SIZES = sizes(*chunks, config, queue, seqlens is not None, score is not None, entry_bytes)
+    entries_desc = None
+    if entries is not None and SIZES.entries_buffers.value > 0:
+        entries_desc = score_entries.described(entries, ROWS.value, SIZES.block_n.value)
     num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m)
     device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, False)
     num_tiles *= batch * num_heads_q
@@ -517,7 +579,8 @@ def forward(
     args = (
         *operands(q, k, v, o, SIZES), lse, counter, sinks,
         seqlen_q, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, num_tiles,
-        section, softmax_scale, packed, device_mask, launcher.score_in_parts(score, q, k, mask, softmax_scale), tiles,
+        section, softmax_scale, packed, device_mask, launcher.score_in_parts(score, q, k, mask, softmax_scale),
+        entries_desc, tiles,
     )  # fmt: skip
     programs = num_tiles if config.schedule == "grid" else min(num_tiles, schedule.multiprocessors(q.device))
     with launch.on_device(q.device), call.noted():
