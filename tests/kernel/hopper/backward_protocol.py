@@ -32,6 +32,7 @@ class Form(NamedTuple):
     stages_do: int
     dk_late: bool
     parts: tuple[int, int]
+    entries: bool = False
 
 
 class Queue:
@@ -63,7 +64,7 @@ class Machine:
         self.phases: Counter[Any] = Counter()
         self.named: Counter[int] = Counter()
         self.passed: Counter[int] = Counter()
-        self.copies: list[tuple[str, Any, Any]] = []
+        self.copies: list[tuple[Any, Any, Any]] = []  # signal, place, what
         self.leaving: dict[int, list[Any]] = {0: [], 1: []}  # copies out of shared memory, by role
         self.written: list[Any] = []
 
@@ -96,9 +97,9 @@ class Machine:
             yield "waits"
 
     # copies
-    def copy_in(self, place: Any, what: Any) -> None:
+    def copy_in(self, place: Any, what: Any, signal: Any = None) -> None:
         self.holds[place] = "on its way"
-        self.copies.append(("in", place, what))
+        self.copies.append((signal or place, place, what))
 
     def copy_out(self, role: int, place: Any, what: Any) -> None:
         self.leaving[role].append((place, what))
@@ -111,9 +112,9 @@ class Machine:
             self.reads(place, what)
             self.written.append(what)
         elif self.copies:
-            _, place, what = self.copies.pop(self.chance.randrange(len(self.copies)))
+            signal, place, what = self.copies.pop(self.chance.randrange(len(self.copies)))
             self.holds[place] = what
-            self.arrive(place)
+            self.arrive(signal, 1 + (self.form.entries and signal[0] == "q"))
 
     def store_wait(self, role: int) -> Iterator[str]:
         while self.leaving[role]:
@@ -141,6 +142,8 @@ def loader(m: Machine) -> Generator:
                 yield from m.bar_sync(Q_FREE + it % form.stages, 32)
             m.holds["tile", it % form.stages] = (number, i)
             m.copy_in(("q", it % form.stages), (number, i))
+            if form.entries:
+                m.copy_in(("entries", it % form.stages), (number, i), ("q", it % form.stages))
             yield "runs"
             if it >= form.stages_do:
                 yield from m.bar_sync(DO_FREE + it % form.stages_do, 32)
@@ -254,6 +257,8 @@ def narrow_consumer(m: Machine, me: int) -> Generator:
             m.reads(("v", 0), number)
             yield "runs"
             m.reads(("v", 0), number)
+            if form.entries:  # read since S was begun, in registers only now
+                m.reads(("entries", buffer), now)
             m.holds["ds", me, parity] = now
             yield "runs"
             m.bar_arrive(DS_READY + 2 * me + parity)
@@ -315,7 +320,6 @@ def p_consumer(m: Machine) -> Generator:
             m.reads(("q", buffer), now)
             m.reads(("tile", buffer), now)
             m.reads(("board", number % SLOTS), (number, total))
-            m.bar_arrive(Q_FREE + buffer)
             yield "runs"
             if i > 0:
                 m.reads(("ds", parity ^ 1), last)
@@ -325,6 +329,9 @@ def p_consumer(m: Machine) -> Generator:
             m.holds["p"] = now
             yield "runs"
             m.bar_arrive(P_READY)
+            if form.entries:
+                m.reads(("entries", buffer), now)
+            m.bar_arrive(Q_FREE + buffer)
             yield from m.wait(("do", buffer_do), (it // form.stages_do) & 1)
             m.reads(("do", buffer_do), now)
             yield "runs"

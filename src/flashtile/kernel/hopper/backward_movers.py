@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashtile.kernel.hopper import barriers, rows
+from flashtile.kernel.hopper import barriers, rows, score_entries
 from flashtile.kernel.hopper.backward_parts import (
     BOX,
     DO_FREE,
@@ -68,11 +68,14 @@ def _load_keys(desc, at, bar, smem, WIDTH: gl.constexpr, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(desc, per_query_desc, place, first, bar, smem, per_query_smem, buffer, WIDTH: gl.constexpr,
-                  SIZES: gl.constexpr):  # fmt: skip
-    """Start to copy a tile of Q or dO, and its numbers per query from number ``first`` on, the LSE or delta."""
+def _load_queries(desc, per_query_desc, place, first, bar, smem, per_query_smem, buffer, MORE: gl.constexpr,
+                  WIDTH: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
+    """Start to copy a tile of Q or dO, and its numbers per query from number ``first`` on, the LSE or delta.
+
+    ``MORE`` bytes will come to the same mbarrier.
+    """
     PANELS: gl.constexpr = WIDTH // SIZES.panel
-    mbarrier.expect(bar, SIZES.block_m * WIDTH * 2 + SIZES.block_m * 4)
+    mbarrier.expect(bar, SIZES.block_m * WIDTH * 2 + SIZES.block_m * 4 + MORE)
     for panel in gl.static_range(PANELS):
         rows.copy_in(desc, place, panel * SIZES.panel, bar, smem.index(buffer * PANELS + panel), SIZES.packed)
     tma.async_copy_global_to_shared(per_query_desc, [first], bar, per_query_smem.index(buffer))
@@ -133,11 +136,16 @@ def _load_work(it, number, total, at, copies, buffers, signals, problem, mask, t
             write_number(buffers.tile, 2 * buffer, m_block * 2 + masked.to(gl.int32))
             write_number(buffers.tile, 2 * buffer + 1, head)
             _load_queries(copies.q, copies.lse, place, first_query, signals.q.index(buffer), buffers.q, buffers.lse,
-                          buffer, SIZES.head_dim, SIZES)  # fmt: skip
+                          buffer, SIZES.block_m * SIZES.block_n * SIZES.entry_bytes, SIZES.head_dim, SIZES)  # fmt: skip
+            if len(copies.entries) > 0:
+                for half in gl.static_range(SIZES.block_n // ROWS):
+                    smem = buffers.entries[0].index(buffer * (SIZES.block_n // ROWS) + half)
+                    column = at.block * SIZES.block_n + half * ROWS
+                    score_entries.copy_in(copies.entries[0], where, row, column, signals.q.index(buffer), smem)
             if it >= SIZES.stages_do:
                 barriers.sync(DO_FREE + buffer_do, LOADER_AND_CONSUMERS, 1)
             _load_queries(copies.do, copies.delta, place, first_query, signals.do.index(buffer_do), buffers.do,
-                          buffers.delta, buffer_do, SIZES.head_dim_v, SIZES)  # fmt: skip
+                          buffers.delta, buffer_do, 0, SIZES.head_dim_v, SIZES)  # fmt: skip
             if it == start:
                 _load_k_and_v(number, at, copies, buffers, signals, SIZES)
             it += 1

@@ -106,7 +106,7 @@ def _tile(consumer: gl.constexpr, it, has_last, slot, dk, dv, buffers, signals, 
     dq = _start_dq(consumer, parity ^ 1, zero, buffers, SIZES)
     tile, head = read_number(buffers.tile, 2 * buffer), read_number(buffers.tile, 2 * buffer + 1)
     if score is not None:
-        beside = beside_scores(tile, head, consumer * ROWS, buffers.board, slot, score, SIZES)
+        beside = beside_scores(consumer, buffer, tile, head, buffers, slot, score, SIZES)
     lse_log2 = per_query(buffers.lse, buffer, BLOCK_M)
     if SIZES.dk_late:
         s, dk = finish_beside(s, dk, 2)

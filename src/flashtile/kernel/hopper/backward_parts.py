@@ -55,10 +55,14 @@ class Copies(NamedTuple):
     dk: Any
     dv: Any
     dq: Any
+    entries: tuple  # of a score, one descriptor or none
 
 
 class Buffers(NamedTuple):
-    """Shared memory. ``tile`` holds two numbers per buffer of Q, see ``loader``; ``board`` is that of the work."""
+    """Shared memory. ``tile`` holds two numbers per buffer of Q, see ``loader``; ``board`` is that of the work.
+
+    ``entries``, of one or none, has a score's, a block for each half of the keys, beside every buffer of Q.
+    """
 
     q: Any
     k: Any
@@ -71,6 +75,7 @@ class Buffers(NamedTuple):
     dq: Any
     tile: Any
     board: Any
+    entries: tuple
 
 
 class Signals(NamedTuple):
@@ -237,10 +242,15 @@ def initial_scores(buffer, first_key, buffers, slot, softmax_scale, score, SIZES
 
 
 @gluon.jit
-def beside_scores(tile, head, first_key, board, slot, score, SIZES: gl.constexpr):
+def beside_scores(half: gl.constexpr, buffer, tile, head, buffers, slot, score, SIZES: gl.constexpr):
     """Return what a score wants to read while the product of a tile is computed, if anything."""
-    where, q_idx, k_idx = place_of(tile, head, first_key, board, slot, SIZES)
-    return score.beside(where, q_idx, k_idx, score.args)
+    if len(buffers.entries) > 0:
+        LAYOUT: gl.constexpr = sums_layout(SIZES.block_m)
+        block = buffers.entries[0].index(buffer * (SIZES.block_n // ROWS) + half)
+        return block.reshape([SIZES.block_m, ROWS]).permute((1, 0)).load(LAYOUT)
+    else:
+        where, q_idx, k_idx = place_of(tile, head, half * ROWS, buffers.board, slot, SIZES)
+        return score.beside(where, q_idx, k_idx, score.args)
 
 
 @gluon.constexpr_function

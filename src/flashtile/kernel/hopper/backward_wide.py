@@ -92,7 +92,7 @@ def _p_tile(it, has_last, slot, dv, buffers, signals, softmax_scale, mask, score
         dq = _start_dq(0, 0, (it & 1) ^ 1, zero, buffers, SIZES)
     tile, head = read_number(buffers.tile, 2 * buffer), read_number(buffers.tile, 2 * buffer + 1)
     if score is not None:
-        beside = beside_scores(tile, head, 0, buffers.board, slot, score, SIZES)
+        beside = beside_scores(0, buffer, tile, head, buffers, slot, score, SIZES)
     lse_log2 = per_query(buffers.lse, buffer, SIZES.block_m)
     s = warpgroup_mma_wait(1 if PARTS > 0 else 0, [s])
     p, p_slope = probabilities(s, beside, lse_log2, tile, head, 0, buffers.board, slot, softmax_scale, mask, score,
