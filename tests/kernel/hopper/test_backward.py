@@ -33,7 +33,7 @@ from tests.kernel.offline import compile_all
 
 DIMS = ((32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (128, 64), (192, 192), (192, 128), (256, 256))
 BIASES = (
-    *(Job(d, d, score="bf16 bias") for d in (64, 96, 128, 192)),
+    *(Job(d, d, score="bf16 bias") for d in (64, 96, 128, 192, 256)),
     Job(128, 128, "full", "bf16 bias", "fp16", packed=True),
     Job(128, 128, score="bf16 bias", deterministic=True),
     Job(64, 64, score="fp32 bias"),
@@ -105,7 +105,8 @@ def test_representative_kernels_compile():
 @pytest.mark.parametrize("job", BIASES, ids=job_name)
 def test_biases_come_by_the_copy_engine(reports, job):
     """On the way of a full tile nothing is read from global memory; matrices of 16 bits are read as such."""
-    assert reports[job]["loads_on_full_tiles"] == reports[job]["spills_on_full_tiles"] == 0
+    assert reports[job]["loads_on_full_tiles"] == 0
+    assert reports[job]["spills_on_full_tiles"] <= (16 if job.head_dim in (64, 256) else 0)  # of both consumers
     assert (reports[job]["matrix_loads_on_full_tiles"] > 0) == (job.score != "fp32 bias")
 
 
@@ -143,14 +144,20 @@ def test_sizes_cover_heads_and_fit(dims):
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_entries_fit_beside_the_rest(dims):
-    """A bias of 16 bits comes in tiles at head_dims below 256, one of 32 bits at some; else nothing changes."""
+    """A bias of 16 bits comes in tiles at every head_dim, one of 32 bits at most; the rest is as without."""
     config = dataclasses.replace(config_of(*dims), block_m=64)
     plain = backward_sizes.of(*dims, config, False)
-    for entry_bytes, too_wide in ((2, [(256, 256)]), (4, [(128, 128), (192, 192), (256, 256)])):
+    for entry_bytes in (2, 4):
         size = backward_sizes.of(*dims, config, False, False, entry_bytes)
         assert size.bytes <= backward_sizes.SHARED_LIMIT
-        assert size.entry_bytes == (0 if dims in too_wide else entry_bytes)
-        assert dataclasses.replace(size, entry_bytes=0) == plain
+        assert size.entries_stages > 0 or (dims, entry_bytes) == ((256, 256), 4)
+        assert dataclasses.replace(size, entry_bytes=0, entries_stages=0) == plain
+
+
+def test_entries_fit_beside_wide_tiles():
+    size = backward_sizes.of(64, 64, config_of(64, 64), False, False, 2)
+    assert (size.block_m, size.entries_stages) == (128, 1)
+    assert backward_sizes.of(64, 64, config_of(64, 64), False, False, 4).entries_stages == 0
 
 
 def in_thread_order(x: torch.Tensor) -> torch.Tensor:
@@ -268,7 +275,7 @@ FORMS = {
     "head_dim 256": backward_protocol.Form(True, 2, 1, False, (2, 2)),
     "head_dim 64, 256": backward_protocol.Form(True, 2, 2, False, (0, 1)),
 }
-FORMS |= {f"{name}, entries": form._replace(entries=True) for name, form in FORMS.items()}
+FORMS |= {f"{name}, {n} of entries": form._replace(entries=n) for name, form in FORMS.items() for n in (1, 2)}
 
 
 @pytest.mark.parametrize("works", [[], [0], [1], [2], [3], [1, 1], [0, 0, 0], [2, 0, 3, 1], [5, 1, 1, 0, 2]], ids=str)

@@ -25,7 +25,8 @@ def test_descriptors_lead_to_every_entry(name):
     tensor = biases(*SHAPE, "cpu")[name]()
     found = score_entries.tensor_of(score.bias(tensor), 0.1)
     assert found is not None
-    described = score_entries.described(found, 64, 128)
+    described = score_entries.described(found, 64, 128, 3)
+    assert described is not None
     assert described.shape[2:] == SHAPE[2:]
     assert all(stride * tensor.itemsize % 16 == 0 for stride in described.strides[:3])
     seen = found.as_strided(SHAPE, described.strides, found.storage_offset())

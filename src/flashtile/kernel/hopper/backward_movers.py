@@ -68,14 +68,11 @@ def _load_keys(desc, at, bar, smem, WIDTH: gl.constexpr, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(desc, per_query_desc, place, first, bar, smem, per_query_smem, buffer, MORE: gl.constexpr,
-                  WIDTH: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
-    """Start to copy a tile of Q or dO, and its numbers per query from number ``first`` on, the LSE or delta.
-
-    ``MORE`` bytes will come to the same mbarrier.
-    """
+def _load_queries(desc, per_query_desc, place, first, bar, smem, per_query_smem, buffer, WIDTH: gl.constexpr,
+                  SIZES: gl.constexpr):  # fmt: skip
+    """Start to copy a tile of Q or dO, and its numbers per query from number ``first`` on, the LSE or delta."""
     PANELS: gl.constexpr = WIDTH // SIZES.panel
-    mbarrier.expect(bar, SIZES.block_m * WIDTH * 2 + SIZES.block_m * 4 + MORE)
+    mbarrier.expect(bar, SIZES.block_m * WIDTH * 2 + SIZES.block_m * 4)
     for panel in gl.static_range(PANELS):
         rows.copy_in(desc, place, panel * SIZES.panel, bar, smem.index(buffer * PANELS + panel), SIZES.packed)
     tma.async_copy_global_to_shared(per_query_desc, [first], bar, per_query_smem.index(buffer))
@@ -136,20 +133,32 @@ def _load_work(it, number, total, at, copies, buffers, signals, problem, mask, t
             write_number(buffers.tile, 2 * buffer, m_block * 2 + masked.to(gl.int32))
             write_number(buffers.tile, 2 * buffer + 1, head)
             _load_queries(copies.q, copies.lse, place, first_query, signals.q.index(buffer), buffers.q, buffers.lse,
-                          buffer, SIZES.block_m * SIZES.block_n * SIZES.entry_bytes, SIZES.head_dim, SIZES)  # fmt: skip
-            if len(copies.entries) > 0:
-                for half in gl.static_range(SIZES.block_n // ROWS):
-                    smem = buffers.entries[0].index(buffer * (SIZES.block_n // ROWS) + half)
-                    column = at.block * SIZES.block_n + half * ROWS
-                    score_entries.copy_in(copies.entries[0], where, row, column, signals.q.index(buffer), smem)
+                          buffer, SIZES.head_dim, SIZES)  # fmt: skip
             if it >= SIZES.stages_do:
                 barriers.sync(DO_FREE + buffer_do, LOADER_AND_CONSUMERS, 1)
             _load_queries(copies.do, copies.delta, place, first_query, signals.do.index(buffer_do), buffers.do,
-                          buffers.delta, buffer_do, 0, SIZES.head_dim_v, SIZES)  # fmt: skip
+                          buffers.delta, buffer_do, SIZES.head_dim_v, SIZES)  # fmt: skip
+            if len(copies.entries) > 0:
+                _load_entries(it, where, row, at.block * SIZES.block_n, copies, buffers, signals, SIZES)
             if it == start:
                 _load_k_and_v(number, at, copies, buffers, signals, SIZES)
             it += 1
     return it
+
+
+@gluon.jit
+def _load_entries(it, where, row, column, copies, buffers, signals, SIZES: gl.constexpr):
+    """Load a score's entries of query tile number ``it``, one block for each half of the keys."""
+    HALVES: gl.constexpr = SIZES.block_n // ROWS
+    full, free = signals.entries
+    buffer = it % SIZES.entries_stages
+    if it >= SIZES.entries_stages:
+        mbarrier.wait(free.index(buffer), (it // SIZES.entries_stages - 1) & 1)
+    bar = full.index(buffer)
+    mbarrier.expect(bar, SIZES.block_m * SIZES.block_n * SIZES.entry_bytes)
+    for half in gl.static_range(HALVES):
+        smem = buffers.entries[0].index(buffer * HALVES + half)
+        score_entries.copy_in(copies.entries[0], where, row, column + half * ROWS, bar, smem)
 
 
 @gluon.jit

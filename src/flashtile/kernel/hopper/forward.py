@@ -145,20 +145,6 @@ def _copy_queries(descs, rings, count, at, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _copy_entries(desc, rings, count, where, block, column, SIZES: gl.constexpr):
-    """Start to copy the entries of key tile number ``count``, for each consumer when there is a buffer free."""
-    smem, full = rings.entries
-    for c in gl.static_range(SIZES.consumers):
-        index = count * SIZES.consumers + c
-        buffer = index % SIZES.entries_buffers
-        if index >= SIZES.entries_buffers:
-            barriers.sync(SIZES.entries_free + buffer, SIZES.threads_of_one, 1)
-        mbarrier.expect(full.index(buffer), desc.block_type.nbytes)
-        row = (block * SIZES.consumers + c) * ROWS
-        score_entries.copy_in(desc, where, row, column, full.index(buffer), smem.index(buffer))
-
-
-@gluon.jit
 def _full_tiles(CONSUMER: gl.constexpr, mask, tiles, where, at, SIZES: gl.constexpr):
     """Return the key tiles [first, end) of which a consumer's own rows see every key."""
     if tiles is None:
@@ -229,7 +215,7 @@ def producer(descs, rings, counts, tiles, SIZES: gl.constexpr):
                 _copy_queries(q_descs, rings, q_count, at, SIZES)
                 q_count += 1
             if len(entries_descs) > 0:
-                _copy_entries(entries_descs[0], rings, count, where, at.block, row, SIZES)
+                score_entries.copy_next(entries_descs[0], rings.entries, count, where, at.block, row, SIZES)
             count += 1
         slot, slot_phase = _next(slot, slot_phase, SIZES.slots)
         mbarrier.wait(rings.posted.index(slot), slot_phase)
@@ -245,10 +231,7 @@ def producer(descs, rings, counts, tiles, SIZES: gl.constexpr):
     for i in gl.static_range(SIZES.q_buffers):
         if q_count + i >= SIZES.q_buffers:
             barriers.sync(SIZES.q_free + (q_count + i) % SIZES.q_buffers, SIZES.threads, 1)
-    for i in gl.static_range(SIZES.entries_buffers):
-        index = count * SIZES.consumers + i
-        if index >= SIZES.entries_buffers:
-            barriers.sync(SIZES.entries_free + index % SIZES.entries_buffers, SIZES.threads_of_one, 1)
+    score_entries.take_last_releases(count, SIZES)
 
 
 # --- a consumer -------------------------------------------------------------------------------------------------------
@@ -258,16 +241,6 @@ def producer(descs, rings, counts, tiles, SIZES: gl.constexpr):
 def _next(index, phase, COUNT: gl.constexpr):
     """Return the next buffer of a ring, and the phase of its mbarrier."""
     return gl.where(index == COUNT - 1, 0, index + 1), gl.where(index == COUNT - 1, phase ^ 1, phase)
-
-
-@gluon.jit
-def _next_entries(buffer, phase, SIZES: gl.constexpr):
-    """Return likewise where a consumer's next entries will be: the other consumers' lie in between."""
-    if SIZES.entries_buffers == 0:
-        return buffer, phase
-    else:
-        wraps = buffer + SIZES.consumers >= SIZES.entries_buffers
-        return buffer + SIZES.consumers - gl.where(wraps, SIZES.entries_buffers, 0), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -319,8 +292,7 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
     barriers.arrive(SIZES.turn + NEXT, 256)
     if score is not None:
         if len(rings.entries) > 0:
-            mbarrier.wait(rings.entries[1].index(walk.entries_buffer), walk.entries_phase)
-            beside = forward_parts.read_entries(rings.entries[0], walk.entries_buffer)
+            beside = score_entries.read(rings.entries, walk.entries_buffer, walk.entries_phase)
         else:
             beside = score.beside(where, q_idx, k_idx, score.args)
     # Gluon puts a barrier of the warpgroup between two waits for one mbarrier. Here it costs nothing.
@@ -392,7 +364,7 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
         keep = is_first == 0  # else P V of this tile, the first of its query tile, begins a new sum
         is_first = step == first  # the next one
         stage, phase = _next(stage, phase, SIZES.stages)
-        entries_buffer, entries_phase = _next_entries(entries_buffer, entries_phase, SIZES)
+        entries_buffer, entries_phase = score_entries.next_buffer(entries_buffer, entries_phase, SIZES)
         step -= 1
         if is_first:
             if SIZES.wait_after == "exponentials":
@@ -418,7 +390,7 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
                 )  # fmt: skip
                 keep = live  # that is, true
                 stage, phase = _next(stage, phase, SIZES.stages)
-                entries_buffer, entries_phase = _next_entries(entries_buffer, entries_phase, SIZES)
+                entries_buffer, entries_phase = score_entries.next_buffer(entries_buffer, entries_phase, SIZES)
                 step -= 1
     if any_tile:
         mbarrier.wait(rings.v_full.index(stage), phase)
@@ -457,14 +429,6 @@ def _mbarriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _entries_ring(descs, SIZES: gl.constexpr):
-    if len(descs) == 0:
-        return ()
-    else:
-        return _ring(descs, SIZES.entries_buffers)[0], _mbarriers(SIZES.entries_buffers)
-
-
-@gluon.jit
 def _with_rest(desc, rest):
     if rest is None:
         return (desc,)
@@ -488,7 +452,7 @@ def forward_kernel(
     rings = _Rings(
         _ring(descs[0], CONSUMERS * SIZES.q_buffers), _ring(descs[1], SIZES.stages), _ring(descs[2], SIZES.stages),
         _mbarriers(SIZES.q_buffers), _mbarriers(SIZES.stages), _mbarriers(SIZES.stages),
-        schedule.board(SIZES.slots), _mbarriers(SIZES.slots), _mbarriers(1), _entries_ring(descs[3], SIZES),
+        schedule.board(SIZES.slots), _mbarriers(SIZES.slots), _mbarriers(1), score_entries.new_ring(descs[3], SIZES),
     )  # fmt: skip
     out = _Out(
         o_desc, _ring((o_desc,), CONSUMERS * SIZES.o_buffers)[0], lse_ptr, row_stride, num_heads_q, num_sequences
@@ -564,12 +528,8 @@ def forward(
     if call.again():
         return o, lse
     entries = score_entries.tensor_of(score, softmax_scale)
-    entry_bytes = 0 if entries is None else entries.itemsize
-    chunks = chunks_of(head_dim), chunks_of(head_dim_v)
-    SIZES = sizes(*chunks, config, queue, seqlens is not None, score is not None, entry_bytes)
-    entries_desc = None
-    if entries is not None and SIZES.entries_buffers.value > 0:
-        entries_desc = score_entries.described(entries, ROWS.value, SIZES.block_n.value)
+    SIZES = sizes(chunks_of(head_dim), chunks_of(head_dim_v), config, queue, seqlens is not None, score is not None,
+                  entries.itemsize if entries is not None else 0)  # fmt: skip
     num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m)
     device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, False)
     num_tiles *= batch * num_heads_q
@@ -580,7 +540,7 @@ def forward(
         *operands(q, k, v, o, SIZES), lse, counter, sinks,
         seqlen_q, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, num_tiles,
         section, softmax_scale, packed, device_mask, launcher.score_in_parts(score, q, k, mask, softmax_scale),
-        entries_desc, tiles,
+        score_entries.described(entries, ROWS.value, SIZES.block_n.value, SIZES.entries_buffers.value), tiles,
     )  # fmt: skip
     programs = num_tiles if config.schedule == "grid" else min(num_tiles, schedule.multiprocessors(q.device))
     with launch.on_device(q.device), call.noted():

@@ -72,12 +72,6 @@ def issue_scores(rings, q_index, stage, initial, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def read_entries(smem, index):
-    """Return entries as S lies in registers."""
-    return _matrix(smem, index).load(tile_layout(smem.shape[-1]))
-
-
-@gluon.jit
 def issue_values(p, v_smem, stage, acc, keep):
     """Start acc + P V, or P V unless ``keep``, by chunk of columns."""
     first = warpgroup_mma(p, _matrix(v_smem[0], stage), acc[0], use_acc=keep, is_async=True)
