@@ -7,7 +7,7 @@ it writes what the others need on a board in shared memory.
 """
 
 # Pyright takes device functions for Python: it knows neither what the compiler passes nor constants' attributes.
-# pyright: reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
