@@ -162,9 +162,9 @@ class ForwardWithRules(torch.autograd.Function):
 
 
 class AtOnce(torch.autograd.Function):
-    """``ForwardWithRules`` where nothing is learned and nobody looks on: the rules stay together, for the host's sake.
+    """``ForwardWithRules`` where nothing is learned and nobody looks on: the rules stay together.
 
-    (Taken apart and put together again, they would take as long as all else that the host does for a call.)
+    Taking them apart and putting them together again is half of what a call costs the host before any launch.
     """
 
     @staticmethod
@@ -272,7 +272,7 @@ class BackwardWithRules(torch.autograd.Function):
 
 
 for _function in (ForwardWithRules, BackwardWithRules):
-    # ``apply`` asks for it in every call; worked out anew it would take as long as all the rest of ``apply``.
+    # ``apply`` asks for it in every call, and would work it out anew.
     _function.forward.__signature__ = inspect.signature(_function.forward)  # pyright: ignore[reportFunctionMemberAccess]
 
 
