@@ -72,10 +72,14 @@ def score_in_parts(
     """Return a score as the kernels for Hopper take it that work on q and k, or None."""
     if score is None:
         return None
-    if not _LEAST_UNIT <= softmax_scale <= 1 / _LEAST_UNIT:  # no unit to divide by, or none at all
-        score = identity().then(score)
+    score = with_unit(score, softmax_scale)
     short = q.shape[2] < _INT22_END and k.shape[2] < _INT22_END
     return score.parts_on_device(short and has_rough_tanh(q.device), looks_back(mask))
+
+
+def with_unit(score: Score, softmax_scale: float) -> Score:
+    """Return the score that kernels by parts must use: with another one first where there is no unit to divide by."""
+    return score if _LEAST_UNIT <= softmax_scale <= 1 / _LEAST_UNIT else identity().then(score)
 
 
 class _Compiled(NamedTuple):

@@ -53,6 +53,11 @@ def few_registers(score: Score | None) -> bool:
     return score is None or (score.parts is not None and score.parts.few_registers)
 
 
+def only_adds(score: Score | None) -> bool:
+    """Return whether the score only adds to logits: the derivative of the new one by the old one is the number 1."""
+    return score is not None and score.parts is not None and score.parts.slope is slope_one
+
+
 def _softcap_scaled(where, q_idx, k_idx, s, beside, unit, args):
     return tanh(s * (unit * args[1]))
 
@@ -167,7 +172,7 @@ def _bias_scaled(where, q_idx, k_idx, s, beside, unit, args):
     return s * unit + number(beside, k_idx, s)
 
 
-_BIAS = Parts(no_initial, _bias_beside, _bias_scaled, natural_unit, slope_one)
+_BIAS = Parts(no_initial, _bias_beside, _bias_scaled, natural_unit, slope_one, entries=0)
 
 
 def bias(tensor: Tensor) -> Score:

@@ -38,7 +38,8 @@ class Parts(NamedTuple):
 
     (s in ``scaled`` and ``slope`` has ``initial`` in it.) ``initial_behind`` is ``initial`` where ``looks_back`` holds
     of the mask: keys stand behind the query or beside it. ``few_registers``: kernels for Hopper may hold as many logits
-    as without a score.
+    as without a score. ``entries``: which of the args is an ``Entries`` that ``beside`` fetches from and does
+    nothing else, so that kernels may bring what it gives another way.
     """
 
     initial: Callable
@@ -48,6 +49,7 @@ class Parts(NamedTuple):
     slope: Callable
     initial_behind: Callable | None = None
     few_registers: bool = False
+    entries: int | None = None
 
 
 class DeviceParts(NamedTuple):
@@ -159,6 +161,21 @@ class Score:
         initial = parts.initial_behind if looks_back and parts.initial_behind else parts.initial
         functions = (initial, parts.beside, parts.scaled, parts.unit, parts.slope)
         return DeviceParts(args, *(jitted(function, rough) for function in functions))
+
+    def entries_beside(self) -> Tensor | None:
+        """Return the tensor of four dims whose entries by query and key the parts' ``beside`` gives, if it does."""
+        if self.forward is _then_forward:
+            first, after = self.args
+            return (first if first._has_beside() else after).entries_beside()
+        if self.parts is None or self.parts.entries is None:
+            return None
+        tensor = self.args[self.parts.entries].tensor
+        return tensor if tensor.shape[2] > 1 and tensor.shape[3] > 1 else None
+
+    def _has_beside(self) -> bool:
+        if self.forward is _then_forward:
+            return any(score._has_beside() for score in self.args)
+        return self.parts is not None and self.parts.beside is not nothing_beside
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return every tensor among the arguments, in order."""
@@ -341,12 +358,24 @@ def _then_initial(where, q_idx, k_idx, s, unit, args):
 
 
 def _then_beside(where, q_idx, k_idx, args):
-    return args[0].beside(where, q_idx, k_idx, args[0].args)
+    first = args[0].beside(where, q_idx, k_idx, args[0].args)
+    if first is None:
+        return args[1].beside(where, q_idx, k_idx, args[1].args)
+    else:
+        return first
+
+
+def _next_beside(where, q_idx, k_idx, beside, args):
+    """Return what the next score has beside: it is the chain's if the first one has nothing, else it is read now."""
+    if args[0].beside(where, q_idx, k_idx, args[0].args) is None:
+        return beside
+    else:
+        return args[1].beside(where, q_idx, k_idx, args[1].args)
 
 
 def _then_scaled(where, q_idx, k_idx, s, beside, unit, args):
     s = _between(where, q_idx, k_idx, s, beside, unit, args)
-    beside = args[1].beside(where, q_idx, k_idx, args[1].args)
+    beside = _next_beside(where, q_idx, k_idx, beside, args)
     return args[1].scaled(where, q_idx, k_idx, s, beside, args[0].unit(unit, args[0].args), args[1].args)
 
 
@@ -368,7 +397,7 @@ def _then_slope(where, q_idx, k_idx, s, beside, scaled, unit, args):
     first = args[0].scaled(where, q_idx, k_idx, s, beside, unit, args[0].args)
     between = _between(where, q_idx, k_idx, s, beside, unit, args)
     between_unit = args[0].unit(unit, args[0].args)
-    next_beside = args[1].beside(where, q_idx, k_idx, args[1].args)
+    next_beside = _next_beside(where, q_idx, k_idx, beside, args)
     outer = args[1].slope(where, q_idx, k_idx, between, next_beside, scaled, between_unit, args[1].args)
     return outer * args[0].slope(where, q_idx, k_idx, s, beside, first, unit, args[0].args)
 

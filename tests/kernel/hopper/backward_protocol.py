@@ -32,6 +32,7 @@ class Form(NamedTuple):
     stages_do: int
     dk_late: bool
     parts: tuple[int, int]
+    entries: int = 0  # buffers for a score's entries
 
 
 class Queue:
@@ -63,7 +64,7 @@ class Machine:
         self.phases: Counter[Any] = Counter()
         self.named: Counter[int] = Counter()
         self.passed: Counter[int] = Counter()
-        self.copies: list[tuple[str, Any, Any]] = []
+        self.copies: list[tuple[Any, Any]] = []
         self.leaving: dict[int, list[Any]] = {0: [], 1: []}  # copies out of shared memory, by role
         self.written: list[Any] = []
 
@@ -98,7 +99,7 @@ class Machine:
     # copies
     def copy_in(self, place: Any, what: Any) -> None:
         self.holds[place] = "on its way"
-        self.copies.append(("in", place, what))
+        self.copies.append((place, what))
 
     def copy_out(self, role: int, place: Any, what: Any) -> None:
         self.leaving[role].append((place, what))
@@ -111,7 +112,7 @@ class Machine:
             self.reads(place, what)
             self.written.append(what)
         elif self.copies:
-            _, place, what = self.copies.pop(self.chance.randrange(len(self.copies)))
+            place, what = self.copies.pop(self.chance.randrange(len(self.copies)))
             self.holds[place] = what
             self.arrive(place)
 
@@ -146,6 +147,11 @@ def loader(m: Machine) -> Generator:
                 yield from m.bar_sync(DO_FREE + it % form.stages_do, 32)
             m.copy_in(("do", it % form.stages_do), (number, i))
             yield "runs"
+            if form.entries:
+                if it >= form.entries:
+                    yield from m.wait(("entries free", it % form.entries), (it // form.entries - 1) & 1)
+                m.copy_in(("entries", it % form.entries), (number, i))
+                yield "runs"
             if i == 0:
                 yield from _load_keys(m, number)
             it += 1
@@ -213,6 +219,18 @@ def _store_dq(m: Machine, me: int, tile: Any, count: int) -> Generator:
     m.bar_arrive(DQ_READY + me)
 
 
+def _wait_for_entries(m: Machine, it: int) -> Generator:
+    if m.form.entries:
+        yield from m.wait(("entries", it % m.form.entries), (it // m.form.entries) & 1)
+
+
+def _release_entries(m: Machine, it: int, now: Any) -> None:
+    """They were read since they came, and are in registers only now."""
+    if m.form.entries:
+        m.reads(("entries", it % m.form.entries), now)
+        m.arrive(("entries free", it % m.form.entries), 1 if m.form.wide else 2)
+
+
 def narrow_consumer(m: Machine, me: int) -> Generator:
     form, it, number = m.form, 0, 0
     total = yield from _read_total(m, number)
@@ -239,6 +257,7 @@ def narrow_consumer(m: Machine, me: int) -> Generator:
             yield "runs"
             m.reads(("tile", buffer), now)
             m.reads(("board", number % SLOTS), (number, total))
+            yield from _wait_for_entries(m, it)
             m.reads(("q", buffer), now)
             if form.dk_late and i > 0:
                 m.reads(("q", (it - 1) % form.stages), last)
@@ -252,6 +271,7 @@ def narrow_consumer(m: Machine, me: int) -> Generator:
             yield from m.wait(("do", buffer_do), (it // form.stages_do) & 1)
             m.reads(("do", buffer_do), now)
             m.reads(("v", 0), number)
+            _release_entries(m, it, now)
             yield "runs"
             m.reads(("v", 0), number)
             m.holds["ds", me, parity] = now
@@ -315,7 +335,7 @@ def p_consumer(m: Machine) -> Generator:
             m.reads(("q", buffer), now)
             m.reads(("tile", buffer), now)
             m.reads(("board", number % SLOTS), (number, total))
-            m.bar_arrive(Q_FREE + buffer)
+            yield from _wait_for_entries(m, it)
             yield "runs"
             if i > 0:
                 m.reads(("ds", parity ^ 1), last)
@@ -325,6 +345,8 @@ def p_consumer(m: Machine) -> Generator:
             m.holds["p"] = now
             yield "runs"
             m.bar_arrive(P_READY)
+            m.bar_arrive(Q_FREE + buffer)
+            _release_entries(m, it, now)
             yield from m.wait(("do", buffer_do), (it // form.stages_do) & 1)
             m.reads(("do", buffer_do), now)
             yield "runs"

@@ -32,7 +32,15 @@ SCORES = {
     "alibi": lambda: score.alibi(torch.ones(4)),
     "bias": lambda: score.bias(torch.zeros(2, 4, LENGTH, LENGTH)),
     "own": lambda: score.Score.of(floors_of_logits, one, (3,)),
+    "bf16 bias": lambda: _bf16_bias(2, 4, LENGTH, LENGTH),
+    "bias, softcap": lambda: _bf16_bias(1, LENGTH, LENGTH).then(score.softcap(30.0)),
+    "bias of odd rows": lambda: _bf16_bias(4, LENGTH, LENGTH + 2),
+    "bias of keys": lambda: _bf16_bias(2, 1, 1, LENGTH),
 }
+
+
+def _bf16_bias(*shape: int) -> score.Score:
+    return score.bias(torch.zeros(shape, dtype=torch.bfloat16)[..., :LENGTH])
 
 
 class Job(NamedTuple):

@@ -26,6 +26,8 @@ class Report(NamedTuple):
     spills: int  # instructions in all that move registers to and from that memory
     spills_in_loops: int  # those in the innermost loops with matrix instructions
     spills_on_full_tiles: int  # those of them that are not in a branch: on the way of a tile that needs no mask
+    loads_on_full_tiles: int  # from global memory, on the same way
+    matrix_loads_on_full_tiles: int  # of matrices from shared memory (ldmatrix)
     matrix_instructions: int  # in the code, not executed
     instructions: int
     warnings: tuple[str, ...]  # such as matrix instructions that are serialised
@@ -59,11 +61,14 @@ def report(compiled, folder: str | None = None) -> Report:
     spills = [address for address, text in code if re.search(r"\b(STL|LDL)\b", text)]
     loops = _loops_of_products(code)
     in_loops = [a for a in spills if any(first <= a <= last for first, last in loops)]
-    straight = [a for a in spills if any(a in _straight(code, *loop) for loop in loops)]
+    on_full_tiles = set().union(*(_straight(code, *loop) for loop in loops))
+    straight = [a for a in spills if a in on_full_tiles]
     found = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes stack frame", log)
     registers, stack = (int(match[1]) if match else 0 for match in found)
     return Report(
         compiled.metadata.shared, registers, stack, len(spills), len(in_loops), len(straight),
+        sum("LDG" in text for a, text in code if a in on_full_tiles),
+        sum("LDSM" in text for a, text in code if a in on_full_tiles),
         sum("HGMMA" in text for _, text in code), len(code),
         tuple(line.strip() for line in log.splitlines() if re.search(r"warning|C7\d\d\d|serializ", line)),
         _named_barriers(code),

@@ -15,9 +15,10 @@ from typing import Any
 class Machine:
     """Shared memory, mbarriers (phases that are complete, by buffer) and named barriers of one program."""
 
-    def __init__(self, consumers: int, stages: int, q_buffers: int, chance: random.Random) -> None:
-        self.consumers, self.stages, self.q_buffers, self.slots = consumers, stages, q_buffers, stages + 3
-        sizes = {"k": stages, "v": stages, "q": q_buffers, "board": self.slots}
+    def __init__(self, consumers: int, stages: int, q_buffers: int, entries: int, chance: random.Random) -> None:
+        self.consumers, self.stages, self.q_buffers, self.slots = consumers, stages, q_buffers, stages + 4
+        self.entries = entries
+        sizes = {"k": stages, "v": stages, "q": q_buffers, "board": self.slots, "wanted": 1, "entries": entries}
         self.holds: dict[str, list[Any]] = {name: [None] * size for name, size in sizes.items()}
         self.phases = {name: [0] * size for name, size in sizes.items()}
         self.arrived: dict[tuple[str, int], int] = {}
@@ -26,7 +27,7 @@ class Machine:
         self.chance = chance
 
     def arrive(self, barrier: tuple[str, int], threads: int) -> None:
-        wanted = 256 if barrier[0] == "turn" else 128 * self.consumers + 32
+        wanted = {"turn": 256, "entries": 128 + 32}.get(barrier[0], 128 * self.consumers + 32)
         self.arrived[barrier] = self.arrived.get(barrier, 0) + threads
         assert self.arrived[barrier] <= wanted, f"more arrive at {barrier} than it waits for"
         if self.arrived[barrier] == wanted:
@@ -64,14 +65,28 @@ def _copy_next(m: Machine, name: str, count: int, what: Any) -> Generator:
     yield "runs"
 
 
-def producer(m: Machine, tiles: list[int]) -> Generator:
+def scheduler(m: Machine, tiles: list[int]) -> Generator:
     """``tiles``: how many key tiles each query tile has, 0 for one that is no tile."""
-    count, q_count, slot, values = 0, 0, 0, "zeros"
+    slot, phase = 0, 0
     for tile, steps in enumerate(tiles):
         if steps:
             m.post(slot, (tile, steps))
             slot = (slot + 1) % m.slots
+            yield from m.wait("wanted", 0, phase)
+            phase ^= 1
+        yield "runs"
+    m.post(slot, None)
+
+
+def producer(m: Machine, chance: random.Random) -> Generator:
+    count, q_count, slot, slot_phase, values = 0, 0, 0, 0, "zeros"
+    yield from m.wait("board", 0, 0)
+    while posted := m.holds["board"][slot]:
+        tile, steps = posted
+        ask_at = chance.randrange(steps)
         for i in range(steps):
+            if i == ask_at:
+                m.phases["wanted"][0] += 1
             yield from _copy_next(m, "k", count, (tile, i))
             yield from _copy_next(m, "v", count, values)
             values = (tile, i)
@@ -80,8 +95,16 @@ def producer(m: Machine, tiles: list[int]) -> Generator:
                     yield from m.sync(("q", q_count % m.q_buffers), 32)
                 m.copy("q", q_count % m.q_buffers, tile)
                 q_count += 1
+            for c in range(m.consumers if m.entries else 0):
+                index = count * m.consumers + c
+                if index >= m.entries:
+                    yield from m.sync(("entries", index % m.entries), 32)
+                m.copy("entries", index % m.entries, (tile, i, c))
+                yield "runs"
             count += 1
-    m.post(slot, None)
+            assert m.holds["board"][slot] == posted, "the walk goes on over another tile"
+        slot, slot_phase = _next(slot, slot_phase, m.slots)
+        yield from m.wait("board", slot, slot_phase)
     if count:
         yield from _copy_next(m, "v", count, values)
     for i in range(m.stages):
@@ -92,6 +115,10 @@ def producer(m: Machine, tiles: list[int]) -> Generator:
     for i in range(m.q_buffers):
         if q_count + i >= m.q_buffers:
             yield from m.sync(("q", (q_count + i) % m.q_buffers), 32)
+    for i in range(m.entries):
+        index = count * m.consumers + i
+        if index >= m.entries:
+            yield from m.sync(("entries", index % m.entries), 32)
 
 
 def _next(index: int, phase: int, count: int) -> tuple[int, int]:
@@ -101,6 +128,7 @@ def _next(index: int, phase: int, count: int) -> tuple[int, int]:
 def consumer(m: Machine, me: int, written: list[int]) -> Generator:
     holds = m.holds
     stage, phase, q_buffer, q_phase, slot, slot_phase, slot_before = 0, 0, 0, 0, 0, 0, 0
+    entries, entries_phase = me, 0
     if me == m.consumers - 1:
         m.arrive(("turn", 0), 128)
     yield from m.wait("board", 0, 0)
@@ -117,6 +145,8 @@ def consumer(m: Machine, me: int, written: list[int]) -> Generator:
         assert (holds["k"][stage], holds["q"][q_buffer]) == ((tile, i), tile), "Q K^T reads something else"
         yield from m.wait("v", stage, phase)
         m.arrive(("turn", (me + 1) % m.consumers), 128)
+        if m.entries:
+            yield from m.wait("entries", entries, entries_phase)
         yield "runs"
         assert (holds["k"][stage], holds["q"][q_buffer]) == ((tile, i), tile), "overwritten during Q K^T"
         m.arrive(("k", stage), 128)
@@ -124,6 +154,12 @@ def consumer(m: Machine, me: int, written: list[int]) -> Generator:
             m.arrive(("q", q_buffer), 128)
         yield "runs"
         assert holds["board"][slot] == posted, "the mask is asked for another tile"
+        if m.entries:  # read since they came, in registers only now
+            assert holds["entries"][entries] == (tile, i, me), "entries of another tile, or overwritten"
+            m.arrive(("entries", entries), 128)
+            wraps = entries + m.consumers >= m.entries
+            entries, entries_phase = (entries + m.consumers) % m.entries, entries_phase ^ wraps
+            yield "runs"
         assert holds["v"][stage] == values, "overwritten during P V, or never there"
         m.arrive(("v", stage), 128)
         yield "runs"
@@ -151,12 +187,13 @@ def consumer(m: Machine, me: int, written: list[int]) -> Generator:
         yield from m.sync(("turn", 0), 128)
 
 
-def run(tiles: list[int], consumers: int, stages: int, q_buffers: int, seed: int) -> None:
+def run(tiles: list[int], consumers: int, stages: int, q_buffers: int, seed: int, entries: int = 0) -> None:
     """Let one program do its tiles, in an order of steps that ``seed`` decides."""
     chance = random.Random(seed)
-    m = Machine(consumers, stages, q_buffers, chance)
+    m = Machine(consumers, stages, q_buffers, entries, chance)
     written: list[list[int]] = [[] for _ in range(consumers)]
-    roles = {-1: producer(m, tiles)} | {me: consumer(m, me, written[me]) for me in range(consumers)}
+    roles = {-2: scheduler(m, tiles), -1: producer(m, chance)}
+    roles |= {me: consumer(m, me, written[me]) for me in range(consumers)}
     haste = {role: chance.choice((1, 1, 5, 20)) for role in roles}
     idle = 0
     while roles:

@@ -4,6 +4,7 @@
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
 
+import dataclasses
 import itertools
 import math
 
@@ -31,6 +32,13 @@ from tests.kernel.hopper.offline import SHARED_LIMIT
 from tests.kernel.offline import compile_all
 
 DIMS = ((32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (128, 64), (192, 192), (192, 128), (256, 256))
+BIASES = (
+    *(Job(d, d, score="bf16 bias") for d in (64, 96, 128, 192, 256)),
+    Job(128, 128, "full", "bf16 bias", "fp16", packed=True),
+    Job(128, 128, score="bf16 bias", deterministic=True),
+    Job(64, 64, score="fp32 bias"),
+    Job(64, 64, score="bias, softcap"),
+)
 JOBS = (
     *(Job(*dims) for dims in DIMS),
     Job(64, 64, "full"),
@@ -47,6 +55,7 @@ JOBS = (
     Job(128, 128, score="bias"),
     Job(128, 128, score="alibi"),
     Job(256, 256, score="alibi"),
+    *BIASES,
     Job(64, 64, deterministic=True),
     Job(64, 64, packed=True, deterministic=True),
     Job(128, 128, "window", deterministic=True),
@@ -92,6 +101,15 @@ def test_representative_kernels_compile():
         check(report, job)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("job", BIASES, ids=job_name)
+def test_biases_come_by_the_copy_engine(reports, job):
+    """On the way of a full tile nothing is read from global memory; matrices of 16 bits are read as such."""
+    assert reports[job]["loads_on_full_tiles"] == 0
+    assert reports[job]["spills_on_full_tiles"] <= (16 if job.head_dim in (64, 256) else 0)  # of both consumers
+    assert (reports[job]["matrix_loads_on_full_tiles"] > 0) == (job.score != "fp32 bias")
+
+
 def check(report: dict, job: Job) -> None:
     """It fits, its matrix instructions are asynchronous, and its loops keep their numbers in registers."""
     assert "error" not in report, report["error"]
@@ -122,6 +140,24 @@ def test_sizes_cover_heads_and_fit(dims):
         assert sum(size.dq_boxes) * 64 * 32 == size.block_m * size.head_dim
         assert size.head_dim % size.panel == size.head_dim_v % size.panel == 0
         assert size.bytes <= backward_sizes.SHARED_LIMIT
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_entries_fit_beside_the_rest(dims):
+    """A bias of 16 bits comes in tiles at every head_dim, one of 32 bits at most; the rest is as without."""
+    config = dataclasses.replace(config_of(*dims), block_m=64)
+    plain = backward_sizes.of(*dims, config, False)
+    for entry_bytes in (2, 4):
+        size = backward_sizes.of(*dims, config, False, False, entry_bytes)
+        assert size.bytes <= backward_sizes.SHARED_LIMIT
+        assert size.entries_stages > 0 or (dims, entry_bytes) == ((256, 256), 4)
+        assert dataclasses.replace(size, entry_bytes=0, entries_stages=0) == plain
+
+
+def test_entries_fit_beside_wide_tiles():
+    size = backward_sizes.of(64, 64, config_of(64, 64), False, False, 2)
+    assert (size.block_m, size.entries_stages) == (128, 1)
+    assert backward_sizes.of(64, 64, config_of(64, 64), False, False, 4).entries_stages == 0
 
 
 def in_thread_order(x: torch.Tensor) -> torch.Tensor:
@@ -239,6 +275,7 @@ FORMS = {
     "head_dim 256": backward_protocol.Form(True, 2, 1, False, (2, 2)),
     "head_dim 64, 256": backward_protocol.Form(True, 2, 2, False, (0, 1)),
 }
+FORMS |= {f"{name}, {n} of entries": form._replace(entries=n) for name, form in FORMS.items() for n in (1, 2)}
 
 
 @pytest.mark.parametrize("works", [[], [0], [1], [2], [3], [1, 1], [0, 0, 0], [2, 0, 3, 1], [5, 1, 1, 0, 2]], ids=str)

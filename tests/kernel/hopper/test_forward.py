@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.kernel.hopper import barriers, schedule
-from flashtile.kernel.hopper.forward_sizes import SHARED_LIMIT, chunks_of, sizes
+from flashtile.kernel.hopper.forward_sizes import SHARED_LIMIT, chunks_of, sizes, two_consumers
 from flashtile.kernel.launch import HopperConfig
 from tests.kernel.hopper import protocol
 from tests.kernel.hopper.compile_forward import Job
@@ -31,6 +31,7 @@ def job(head_dim: int, head_dim_v: int = 0, mask: str = "causal", schedule: str 
     return Job(head_dim, head_dim_v, mask, config=(*found, schedule), **rest)
 
 
+BIASES = (*(job(d, score="bf16 bias") for d in (64, 128)), job(64, score="bias"), job(64, score="bias of odd rows"))
 REPRESENTATIVE = (job(64), job(128, mask="full", dtype="fp16"), job(256), job(192, 128, packed=True))
 SWEEP = (
     *(job(*dims, mask=m, dtype=t) for dims in CONFIGS for m in ("causal", "full") for t in ("bf16", "fp16")),
@@ -38,6 +39,9 @@ SWEEP = (
     *(job(d, mask=mask) for d in (64, 128) for mask in ("window", "document", "lists")),
     *(job(d, score=score) for d in (64, 128, 256) for score in ("softcap", "alibi", "bias")),
     *(job(64, mask="full", score=score) for score in ("softcap", "alibi")),  # three consumers
+    *(job(d, score="bf16 bias") for d in (64, 96, 128, 192, 256)),
+    job(128, score="bf16 bias", packed=True, dtype="fp16"),
+    *(job(128, score=score) for score in ("bias, softcap", "bias of odd rows", "bias of keys")),
     job(128, sinks=True), job(80), job(64, 128), job(128, schedule="grid"),
 )  # fmt: skip
 # Instructions that move registers to memory and back, of all roles, with room for another compiler.
@@ -57,7 +61,7 @@ def check(report: dict, job: Job) -> None:
     assert report["registers"] in (168, 128)  # of 65,536 for two consumers, for three; the roles trade them
     assert report["matrix_instructions"] > 0
     assert report["warnings"] == []  # matrix instructions one after the other, for want of registers or by a branch
-    tables = job.mask in ("document", "lists") or job.score == "bias"
+    tables = job.mask in ("document", "lists") or job.score.startswith(("bias", "bf16 bias"))
     assert report["spills"] <= (SPILLS_WITH_TABLES if tables else SPILLS_WITH_SCORES if job.score else SPILLS)
     assert report["spills_on_full_tiles"] <= (12 if tables or job.score else 0)
     reserved = set(range(barriers.first_free(job.config[2] + 1)))
@@ -70,6 +74,16 @@ def check(report: dict, job: Job) -> None:
 def test_representative_kernels_compile():
     for one, report in zip(REPRESENTATIVE, compile_with_gluon(REPRESENTATIVE), strict=True):
         check(report, one)
+
+
+@pytest.mark.slow
+def test_biases_come_by_the_copy_engine_where_it_can_read_them():
+    """On the way of a full tile nothing is read from global memory; matrices of 16 bits are read as such."""
+    *tiled, single, odd = compile_with_gluon(BIASES)
+    for report in (*tiled, single):
+        assert report["loads_on_full_tiles"] == report["spills_on_full_tiles"] == 0
+    assert [report["matrix_loads_on_full_tiles"] for report in (*tiled, single, odd)] == [16, 16, 0, 0]  # 2 consumers
+    assert odd["loads_on_full_tiles"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +111,8 @@ def test_roles_neither_wait_for_ever_nor_read_too_late(consumers, stages):
     chance = random.Random(stages)
     for seed in range(60):
         tiles = [chance.choice((0, 1, 1, 1, 2, 3, 5)) for _ in range(chance.randrange(12))]
-        protocol.run(tiles, consumers, stages, chance.choice((1, 2)), seed)
+        entries = chance.choice((0, consumers, consumers + 1, 2 * consumers))
+        protocol.run(tiles, consumers, stages, chance.choice((1, 2)), seed, entries)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
@@ -114,6 +129,22 @@ def test_buffers_and_barriers_fit(dims):
     assert found.q_free.value + found.q_buffers.value <= barriers.MOST
     with pytest.raises(ValueError, match="no room"):
         sizes((256,), (256,), HopperConfig(128, 128, 2, 2, 240, 24), True, False)
+
+
+def sizes_with(dims, entry_bytes):
+    config = HopperConfig(*CONFIGS[dims])
+    config = two_consumers(config) if config.consumers == 3 else config
+    return sizes(*map(chunks_of, dims), config, True, False, True, entry_bytes)
+
+
+@pytest.mark.parametrize("dims", CONFIGS, ids=str)
+def test_entries_fit_beside_the_rest(dims):
+    """A bias of 16 bits comes in tiles at every head_dim that there are square tiles for, one of 32 bits at some."""
+    found = sizes_with(dims, 2)
+    assert found.entries_buffers.value == {(192, 128): 0, (256, 256): 2}.get(dims, 3)
+    assert found.entries_free.value + found.entries_buffers.value <= barriers.MOST
+    assert sizes_with(dims, 4).entries_buffers.value == (3 if dims in ((64, 64), (96, 96), (192, 192)) else 0)
+    assert sizes_with(dims, 0).entries_buffers.value == 0
 
 
 def test_sections_hold_whole_groups_of_heads():

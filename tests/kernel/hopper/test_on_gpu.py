@@ -1,13 +1,16 @@
 """The Hopper kernels on a GPU of compute capability 9.0, by name: outputs and all gradients against the reference."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from flashtile import flash_attention, mask, score
 from flashtile.kernel import launch
-from tests.reference import Case, assert_result_accurate, plain, reference
+from tests.kernel.hopper.biases import biases
+from tests.reference import Case, assert_result_accurate, max_error, plain, reference
 from tests.test_attention import leaves
-from tests.test_features import compare, masks, run, scores
+from tests.test_features import compare, learned_gradients, masks, run, scores
 from tests.test_varlen import check, cumulative, packed
 
 HERE = torch.cuda.is_available() and launch.arch_of(torch.device("cuda")) == "sm_90"
@@ -72,6 +75,98 @@ def test_masks(name, head_dim):
 @pytest.mark.parametrize("name", scores(1, 1, 1, 1))
 def test_scores(name, head_dim):
     attend(case(head_dim), "causal", name)
+
+
+def attend_with(problem: Case, the_score: score.Score, the_mask: mask.Mask, learned=(), **options) -> None:
+    """Compare with the reference; ``learned`` are the score's tensors, whose gradients are compared too."""
+    q, k, v, do, dlse = problem.tensors(device=DEVICE)
+    rules: dict[str, Any] = {"mask": the_mask, "score": the_score, **options}
+    got, got_learned = run(q, k, v, do, dlse, learned, backend=BACKEND, **rules)
+    expected: dict[str, Any] = {**rules, "do": do, "dlse": dlse}
+    assert_result_accurate(got, reference(q, k, v, **expected), plain(q, k, v, **expected))
+    if learned:
+        wide = [t.cpu().double() for t in (q, k, v)]
+        want = learned_gradients(wide, do, dlse, learned, the_score, the_mask, False, None, None)
+        for ours, theirs in zip(got_learned, want, strict=True):
+            assert max_error(ours, theirs) <= 3e-2 * (theirs.abs().max().item() + 1)
+
+
+def bias(problem: Case, name: str) -> score.Score:
+    shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    return score.bias(biases(*shape, DEVICE)[name]())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", biases(1, 1, 2, 2, "cpu"))
+def test_biases(name, head_dim):
+    """However its entries come to the kernels: in tiles, or one by one."""
+    attend_with(case(head_dim), bias(case(head_dim), name), mask.causal())
+
+
+@pytest.mark.parametrize("dims", [(32, 32), (96, 96), (128, 64), (192, 192), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", ["every entry", "fp32"])
+def test_biases_by_head_dim(name, dims):
+    attend_with(case(*dims), bias(case(*dims), name), mask.full())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seqlens", LENGTHS, ids=str)
+@pytest.mark.parametrize("mask_name", ["causal", "window", "document"])
+def test_lengths_of_biases_in_tiles(mask_name, seqlens, head_dim):
+    """Of many key tiles and of less than one; with fewer rows than a consumer has, and fewer than one consumer has."""
+    problem = case(head_dim, seqlens=seqlens)
+    the_mask = masks(problem.batch, problem.heads_q, *seqlens, device=DEVICE)[mask_name]()
+    attend_with(problem, bias(problem, "every entry"), the_mask)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("shape", [(2, 4), (1, 4), (2, 1), (1, 1)], ids=str)
+def test_gradients_of_biases_in_tiles(shape, head_dim, dtype):
+    problem = case(head_dim, seqlens=(264, 336))
+    leaf = torch.randn(*shape, 264, 336, device=DEVICE, dtype=dtype).requires_grad_()
+    attend_with(problem, score.bias(leaf), mask.causal(), (leaf,))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("order", ["bias, softcap", "softcap, bias", "alibi, bias", "bias, bias"])
+def test_chains_with_biases_in_tiles(order, head_dim):
+    problem = case(head_dim, seqlens=(264, 336))
+    makers = {
+        "bias": lambda: score.bias(torch.randn(4, 264, 336, device=DEVICE, dtype=BF16)),
+        "softcap": lambda: score.softcap(3.0),
+        "alibi": lambda: score.alibi(torch.rand(4, device=DEVICE)),
+    }
+    first, after = (makers[name]() for name in order.split(", "))
+    attend_with(problem, first.then(after), mask.causal())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_biases_in_tiles_are_what_others_read(head_dim):
+    """Many programs at many tiles: the same bits as where rows of odd length forbid tiles."""
+    q, k, v, do = (torch.randn(2, 16, 3000, head_dim, device=DEVICE, dtype=BF16) for _ in range(4))
+    odd = torch.randn(16, 3000, 3001, device=DEVICE, dtype=BF16)[..., :3000]
+    tiled = odd.contiguous()
+    for _ in range(5):
+        results = []
+        for tensor in (odd, tiled):
+            inputs = leaves(q, k, v)
+            o = flash_attention(*inputs, is_causal=True, score=score.bias(tensor), backend=BACKEND)
+            results.append((o, *torch.autograd.grad(o, inputs, do)))
+        (o, _, dk, dv), (o_tiled, _, dk_tiled, dv_tiled) = results
+        for ours, theirs in ((o_tiled, o), (dk_tiled, dk), (dv_tiled, dv)):
+            torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1.6e-2)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_packed_sequences_with_biases_in_tiles(head_dim, is_causal):
+    """A tensor for each sequence, of which a short one reads the beginning."""
+    lengths = [1, 300, 0, 128, 57], [1, 300, 20, 128, 257]
+    tensors = packed(*lengths, dims=(head_dim, head_dim), device=DEVICE, dtype=BF16)
+    for shape in ((5, 4, 300, 304), (1, 1, 300, 304)):
+        rule = score.bias(torch.randn(shape, device=DEVICE, dtype=BF16))
+        check(tensors, *(cumulative(n, DEVICE) for n in lengths), is_causal=is_causal, score=rule, backend=BACKEND)
 
 
 @pytest.mark.parametrize("softmax_scale", [-0.3, 0.0, 2.0**-50], ids=str)

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.dropout import Dropout
 from flashtile.kernel import launch, launcher, replay, seqlen, tile_lists
-from flashtile.kernel.hopper import backward_narrow, backward_sizes, backward_wide, rows, schedule
+from flashtile.kernel.hopper import backward_narrow, backward_sizes, backward_wide, rows, schedule, score_entries
 from flashtile.kernel.hopper.backward_movers import loader, reducer
 from flashtile.kernel.hopper.backward_parts import (
     BOX,
@@ -49,12 +49,16 @@ from flashtile.kernel.layout import copied_in_blocks, empty_in_order_of
 from flashtile.kernel.tile import head_dim_chunks
 from flashtile.mask import Mask
 from flashtile.mask.value import is_full
-from flashtile.score import Score, few_registers, for_scale
+from flashtile.score import Score, few_registers, for_scale, only_adds
 from flashtile.seqlen import Seqlens
 
 __all__ = ["backward", "backward_kernel"]
 
 SECTION_BYTES = 32 * 2**20  # of Q, dO and sums of dQ, which the programs of a section should find in the L2 cache
+
+# A mask's arguments for which there are 8 bytes of shared memory each where a score's entries fill all the rest; masks
+# that read tables had better leave a wide tile's registers to them.
+FEW_NUMBERS = 8
 
 _Buffers, _Copies = gl.constexpr(Buffers), gl.constexpr(Copies)
 _Problem, _Signals = gl.constexpr(Problem), gl.constexpr(Signals)
@@ -63,7 +67,7 @@ _p_consumer, _ds_consumer = backward_wide.p_consumer, backward_wide.ds_consumer
 
 
 @gluon.jit
-def _buffers(q_desc, k_desc, lse_desc, dq_desc, P_DTYPE: gl.constexpr, SIZES: gl.constexpr):
+def _buffers(q_desc, k_desc, lse_desc, dq_desc, entries_desc, P_DTYPE: gl.constexpr, SIZES: gl.constexpr):
     """Allocate shared memory."""
     PANELS: gl.constexpr = SIZES.head_dim // SIZES.panel
     PANELS_V: gl.constexpr = SIZES.head_dim_v // SIZES.panel
@@ -74,6 +78,11 @@ def _buffers(q_desc, k_desc, lse_desc, dq_desc, P_DTYPE: gl.constexpr, SIZES: gl
     p = ds
     if HALVES == 1:
         p = gl.allocate_shared_memory(P_DTYPE, [ROWS, SIZES.block_m], panel_layout(64))
+    if entries_desc is None:
+        entries = ()
+    else:
+        shape: gl.constexpr = blocks(HALVES * SIZES.entries_stages, entries_desc)
+        entries = (gl.allocate_shared_memory(entries_desc.dtype, shape, entries_desc.layout),)
     return _Buffers(
         gl.allocate_shared_memory(dtype, blocks(SIZES.stages * PANELS, q_desc), q_desc.layout),
         gl.allocate_shared_memory(dtype, blocks(HALVES * PANELS, k_desc), k_desc.layout),
@@ -86,6 +95,7 @@ def _buffers(q_desc, k_desc, lse_desc, dq_desc, P_DTYPE: gl.constexpr, SIZES: gl
         gl.allocate_shared_memory(gl.float32, [2 * SIZES.dq_kept, ROWS, BOX], dq_desc.layout),
         gl.allocate_shared_memory(gl.int32, [2 * SIZES.stages, 1], NUMBERS),
         gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], NUMBERS),
+        entries,
     )
 
 
@@ -97,6 +107,11 @@ def _mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
+@gluon.jit
+def _entries_signals(SIZES: gl.constexpr):
+    return _mbarriers(SIZES.entries_stages, 1), _mbarriers(SIZES.entries_stages, SIZES.block_n // ROWS)
+
+
 @gluon.jit(
     do_not_specialize=["num_works", "heads_per_section", "num_heads_q", "heads_per_kv", "seqlen_q", "seqlen_k",
                        "num_sequences", "tiles_per_head", "first_rising"]
@@ -104,17 +119,19 @@ def _mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc, softmax_scale,
     num_works, heads_per_section, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences, tiles_per_head,
-    turns_ptr, first_rising, counter, packed, mask, score, tiles, SIZES: gl.constexpr,
+    turns_ptr, first_rising, counter, packed, mask, score, entries_desc, tiles, SIZES: gl.constexpr,
 ):  # fmt: skip
     """A piece of work, (section, n_block, kv head), writes dK and dV of its keys and adds to dQ where they are seen."""
     problem = _Problem(num_works, heads_per_section, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences,
                        tiles_per_head, turns_ptr, first_rising)  # fmt: skip
-    copies = _Copies(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc)
+    copies = _Copies(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc,
+                     () if entries_desc is None else (entries_desc,))  # fmt: skip
     P_DTYPE: gl.constexpr = gl.float16 if score is None else q_desc.dtype
-    buffers = _buffers(q_desc, k_desc, lse_desc, dq_desc, P_DTYPE, SIZES)
+    buffers = _buffers(q_desc, k_desc, lse_desc, dq_desc, entries_desc, P_DTYPE, SIZES)
     signals = _Signals(
         _mbarriers(SIZES.stages, 1), _mbarriers(1, 1), _mbarriers(1, 1), _mbarriers(SIZES.stages_do, 1),
         _mbarriers(1, 2), _mbarriers(1, 2), _mbarriers(2, 1), _mbarriers(SLOTS, 1), _mbarriers(SLOTS, READERS),
+        () if entries_desc is None else _entries_signals(SIZES),
     )  # fmt: skip
     fence_async_shared()
     FIRST: gl.constexpr = 0
@@ -170,6 +187,15 @@ def _sections(mask: Mask, heads: int, group: int, seqlen_q: int, size: Sizes) ->
     return section, (heads - 1) // section * section
 
 
+def _numbers_in(args: Any) -> int:
+    """Return how many numbers are in nested tuples and masks: too many if there is a tensor."""
+    if isinstance(args, Mask):
+        return _numbers_in(args.args)
+    if isinstance(args, tuple):
+        return sum(map(_numbers_in, args))
+    return FEW_NUMBERS + 1 if isinstance(args, torch.Tensor) else 1
+
+
 def backward(
     do: torch.Tensor,
     q: torch.Tensor,
@@ -209,9 +235,14 @@ def backward(
     if nothing:
         return dq, dk, dv
     config = config or launch.lookup_hopper("hopper_backward", head_dim, head_dim_v, q.dtype)
-    if not few_registers(score) and config.block_m > 64:  # the derivative of a wide tile has no registers
+    entries = score_entries.tensor_of(score, softmax_scale)
+    entry_bytes = 0 if entries is None else entries.itemsize
+    rest_of_size = seqlens is not None, deterministic, entry_bytes
+    size = backward_sizes.of(head_dim, head_dim_v, config, *rest_of_size)
+    wide = few_registers(score) or (size.entries_stages and only_adds(score) and _numbers_in(mask.args) <= FEW_NUMBERS)
+    if config.block_m > 64 and not wide:  # what is read, or the derivative, has no registers
         config = dataclasses.replace(config, block_m=64)
-    size = backward_sizes.of(head_dim, head_dim_v, config, seqlens is not None, deterministic)
+        size = backward_sizes.of(head_dim, head_dim_v, config, *rest_of_size)
     if not copied_in_blocks(do):
         do = do.clone(memory_format=torch.contiguous_format)  # (one at an odd address is contiguous)
     num_sequences, packed, tiles_per_head = seqlen.on_device(seqlens, seqlen_q, size.block_m)
@@ -251,7 +282,8 @@ def backward(
         Descriptor(dq_sum, (dq_sum.numel() // 32, 32), (32, 1), (ROWS.value, BOX.value), _fp32_layout(2)),
         softmax_scale, num_works, section, num_heads_q, group, seqlen_q, seqlen_k, num_sequences, tiles_per_head,
         turns, first_rising, counter, packed, device_mask,
-        launcher.score_in_parts(score, q, k, mask, softmax_scale), tiles,
+        launcher.score_in_parts(score, q, k, mask, softmax_scale),
+        score_entries.described(entries, size.block_m, ROWS.value, size.entries_stages), tiles,
     )  # fmt: skip
     after = (dq_sum, turns, dq, launcher.strides_of(dq), softmax_scale, *where)
     of_v = {"HEAD_DIM_V": head_dim_v, "CHUNKS_V": head_dim_chunks(head_dim_v), "SIZES": size}

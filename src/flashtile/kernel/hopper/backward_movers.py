@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashtile.kernel.hopper import barriers, rows
+from flashtile.kernel.hopper import barriers, rows, score_entries
 from flashtile.kernel.hopper.backward_parts import (
     BOX,
     DO_FREE,
@@ -138,10 +138,27 @@ def _load_work(it, number, total, at, copies, buffers, signals, problem, mask, t
                 barriers.sync(DO_FREE + buffer_do, LOADER_AND_CONSUMERS, 1)
             _load_queries(copies.do, copies.delta, place, first_query, signals.do.index(buffer_do), buffers.do,
                           buffers.delta, buffer_do, SIZES.head_dim_v, SIZES)  # fmt: skip
+            if len(copies.entries) > 0:
+                _load_entries(it, where, row, at.block * SIZES.block_n, copies, buffers, signals, SIZES)
             if it == start:
                 _load_k_and_v(number, at, copies, buffers, signals, SIZES)
             it += 1
     return it
+
+
+@gluon.jit
+def _load_entries(it, where, row, column, copies, buffers, signals, SIZES: gl.constexpr):
+    """Load a score's entries of query tile number ``it``, one block for each half of the keys."""
+    HALVES: gl.constexpr = SIZES.block_n // ROWS
+    full, free = signals.entries
+    buffer = it % SIZES.entries_stages
+    if it >= SIZES.entries_stages:
+        mbarrier.wait(free.index(buffer), (it // SIZES.entries_stages - 1) & 1)
+    bar = full.index(buffer)
+    mbarrier.expect(bar, SIZES.block_m * SIZES.block_n * SIZES.entry_bytes)
+    for half in gl.static_range(HALVES):
+        smem = buffers.entries[0].index(buffer * HALVES + half)
+        score_entries.copy_in(copies.entries[0], where, row, column + half * ROWS, bar, smem)
 
 
 @gluon.jit

@@ -41,6 +41,7 @@ from flashtile.kernel.hopper.backward_parts import (
     panel_layout,
     per_query,
     probabilities,
+    release_entries,
     start_sums,
     start_transposed,
     store_dq,
@@ -106,8 +107,11 @@ def _tile(consumer: gl.constexpr, it, has_last, slot, dk, dv, buffers, signals, 
     dq = _start_dq(consumer, parity ^ 1, zero, buffers, SIZES)
     tile, head = read_number(buffers.tile, 2 * buffer), read_number(buffers.tile, 2 * buffer + 1)
     if score is not None:
-        beside = beside_scores(tile, head, consumer * ROWS, buffers.board, slot, score, SIZES)
-    lse_log2 = per_query(buffers.lse, buffer, BLOCK_M)
+        beside = beside_scores(consumer, it, tile, head, buffers, signals, slot, score, SIZES)
+    if len(buffers.entries) > 0 and BLOCK_M == 128:  # registers are short: later
+        lse_log2 = (buffers.lse, buffer, signals.q.index(buffer), phase)
+    else:
+        lse_log2 = per_query(buffers.lse, buffer, BLOCK_M)
     if SIZES.dk_late:
         s, dk = finish_beside(s, dk, 2)
         barriers.arrive_if(has_last, Q_FREE + (it + SIZES.stages - 1) % SIZES.stages, LOADER_AND_CONSUMERS)
@@ -123,6 +127,7 @@ def _tile(consumer: gl.constexpr, it, has_last, slot, dk, dv, buffers, signals, 
     dp = start_transposed(buffers.v, zero + consumer * PANELS_V, buffers.do, buffer * PANELS_V, None, BLOCK_M,
                           HEAD_DIM_V, PANEL)  # fmt: skip
     dv = start_sums(p16, buffers.do, buffer * PANELS_V, dv, BLOCK_M, HEAD_DIM_V, PANEL)
+    release_entries(it, signals, SIZES)  # P, an operand, has been in registers
     dp = warpgroup_mma_wait(len(dv), [dp])
     # Waiting again keeps the loads of delta from moving up, to where registers are short.
     mbarrier.wait(signals.do.index(buffer), phase)

@@ -55,10 +55,14 @@ class Copies(NamedTuple):
     dk: Any
     dv: Any
     dq: Any
+    entries: tuple  # of a score, one descriptor or none
 
 
 class Buffers(NamedTuple):
-    """Shared memory. ``tile`` holds two numbers per buffer of Q, see ``loader``; ``board`` is that of the work."""
+    """Shared memory. ``tile`` holds two numbers per buffer of Q, see ``loader``; ``board`` is that of the work.
+
+    ``entries``, of one or none, has a score's, a block for each half of the keys in every buffer.
+    """
 
     q: Any
     k: Any
@@ -71,11 +75,12 @@ class Buffers(NamedTuple):
     dq: Any
     tile: Any
     board: Any
+    entries: tuple
 
 
 class Signals(NamedTuple):
     """mbarriers: the copies into q, k, v, do have arrived; k, v may be filled again, a share of dq has been read; work
-    has been posted, and read."""
+    has been posted, and read. ``entries``: a score's have arrived, may be filled again; none if it has none."""
 
     q: Any
     k: Any
@@ -86,6 +91,7 @@ class Signals(NamedTuple):
     dq_free: Any
     posted: Any
     read: Any
+    entries: tuple
 
 
 # --- layouts and operands ---------------------------------------------------------------------------------------------
@@ -237,10 +243,24 @@ def initial_scores(buffer, first_key, buffers, slot, softmax_scale, score, SIZES
 
 
 @gluon.jit
-def beside_scores(tile, head, first_key, board, slot, score, SIZES: gl.constexpr):
+def beside_scores(half: gl.constexpr, it, tile, head, buffers, signals, slot, score, SIZES: gl.constexpr):
     """Return what a score wants to read while the product of a tile is computed, if anything."""
-    where, q_idx, k_idx = place_of(tile, head, first_key, board, slot, SIZES)
-    return score.beside(where, q_idx, k_idx, score.args)
+    if len(buffers.entries) > 0:
+        LAYOUT: gl.constexpr = sums_layout(SIZES.block_m)
+        buffer = it % SIZES.entries_stages
+        mbarrier.wait(signals.entries[0].index(buffer), (it // SIZES.entries_stages) & 1)
+        block = buffers.entries[0].index(buffer * (SIZES.block_n // ROWS) + half)
+        return block.reshape([SIZES.block_m, ROWS]).permute((1, 0)).load(LAYOUT)
+    else:
+        where, q_idx, k_idx = place_of(tile, head, half * ROWS, buffers.board, slot, SIZES)
+        return score.beside(where, q_idx, k_idx, score.args)
+
+
+@gluon.jit
+def release_entries(it, signals, SIZES: gl.constexpr):
+    """Let go of a tile's entries, behind what all of them went into."""
+    if len(signals.entries) > 0:
+        mbarrier.arrive(signals.entries[1].index(it % SIZES.entries_stages), count=1)
 
 
 @gluon.constexpr_function
@@ -253,6 +273,7 @@ def probabilities(s, beside, lse_log2, tile, head, first_key, board, slot, softm
                   SIZES: gl.constexpr):  # fmt: skip
     """Return P of one tile of scores [keys, queries], and P times the score's derivative.
 
+    ``lse_log2`` are numbers per query, or what to wait for and where they lie: (smem, buffer, mbarrier, phase).
     The mask is in a branch, not in a second copy of the code: copies cost more registers and instruction cache than the
     branch costs time.
     """
@@ -265,6 +286,10 @@ def probabilities(s, beside, lse_log2, tile, head, first_key, board, slot, softm
         scale_log2 = score.unit(softmax_scale, score.args) * _LOG2E
         logits = score.scaled(where, q_idx, k_idx, s, beside, softmax_scale, score.args)
         slope = score.slope(where, q_idx, k_idx, s, beside, logits, softmax_scale, score.args)
+    if not _is_tile(lse_log2):
+        smem, buffer, bar, phase = lse_log2
+        mbarrier.wait(bar, phase)  # again: the loads stay behind it, and a score's entries have left registers
+        lse_log2 = per_query(smem, buffer, SIZES.block_m)
     # The mask after the exponential: faster for narrow heads, slower for wider ones, but where the slope is a tile it
     # takes the registers that logits with and without the mask would need.
     if SIZES.head_dim <= 64 or _is_tile(slope):

@@ -42,6 +42,8 @@ class Sizes:
     in_turn: bool
     registers_consumer: int
     registers_mover: int
+    entry_bytes: int  # of a score's entries in shared memory
+    entries_stages: int  # how many tiles of them there is room for
 
     @property
     def bytes(self) -> int:
@@ -50,12 +52,18 @@ class Sizes:
         keys = self.block_n * (self.head_dim + self.head_dim_v)
         p_ds = 2 * self.block_m * self.block_n if self.block_n > 64 else 3 * self.block_m * self.block_n
         per_query = self.block_m * (self.stages + self.stages_do)
-        return 2 * (rows + keys + p_ds) + 4 * (2 * self.dq_kept * 64 * 32 + per_query)
+        entries = self.block_m * self.block_n * self.entries_stages * self.entry_bytes
+        return 2 * (rows + keys + p_ds) + 4 * (2 * self.dq_kept * 64 * 32 + per_query) + entries
 
 
 @functools.cache
-def of(head_dim: int, head_dim_v: int, config: HopperConfig, packed: bool, in_turn: bool = False) -> Sizes:
-    """Return the sizes for heads of these dims (multiples of 8, at most 256) under a configuration."""
+def of(
+    head_dim: int, head_dim_v: int, config: HopperConfig, packed: bool, in_turn: bool = False, entry_bytes: int = 0
+) -> Sizes:
+    """Return the sizes for heads of these dims (multiples of 8, at most 256) under a configuration.
+
+    A score's entries of ``entry_bytes`` get what room there is left.
+    """
     served = HEAD_DIMS if config.block_m == 128 else HEAD_DIMS[1:]
     head_dim, head_dim_v = (next(n for n in served if n >= dim) for dim in (head_dim, head_dim_v))
     if config.block_n == 64:  # the consumers share out dQ's columns, 64 at a time
@@ -72,8 +80,11 @@ def of(head_dim: int, head_dim_v: int, config: HopperConfig, packed: bool, in_tu
     size = Sizes(
         head_dim, head_dim_v, config.block_m, config.block_n, 64 if whole else 32, config.stages, config.stages,
         dq_boxes, dq_kept, head_dim > 64, packed, in_turn, config.registers_consumer, config.registers_producer,
+        entry_bytes, 0,
     )  # fmt: skip
-    return size if size.bytes <= SHARED_LIMIT else replace(size, stages_do=1)
+    size = size if size.bytes <= SHARED_LIMIT else replace(size, stages_do=1)
+    ways = [replace(size, entries_stages=stages) for stages in (2, 1) if entry_bytes]
+    return next((way for way in ways if way.bytes <= SHARED_LIMIT), size)
 
 
 @gluon.constexpr_function

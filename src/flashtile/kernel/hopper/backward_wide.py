@@ -39,6 +39,7 @@ from flashtile.kernel.hopper.backward_parts import (
     operand_layout,
     per_query,
     probabilities,
+    release_entries,
     start_sums,
     start_transposed,
     store_dq,
@@ -92,7 +93,7 @@ def _p_tile(it, has_last, slot, dv, buffers, signals, softmax_scale, mask, score
         dq = _start_dq(0, 0, (it & 1) ^ 1, zero, buffers, SIZES)
     tile, head = read_number(buffers.tile, 2 * buffer), read_number(buffers.tile, 2 * buffer + 1)
     if score is not None:
-        beside = beside_scores(tile, head, 0, buffers.board, slot, score, SIZES)
+        beside = beside_scores(0, it, tile, head, buffers, signals, slot, score, SIZES)
     lse_log2 = per_query(buffers.lse, buffer, SIZES.block_m)
     s = warpgroup_mma_wait(1 if PARTS > 0 else 0, [s])
     p, p_slope = probabilities(s, beside, lse_log2, tile, head, 0, buffers.board, slot, softmax_scale, mask, score,
@@ -106,6 +107,7 @@ def _p_tile(it, has_last, slot, dv, buffers, signals, softmax_scale, mask, score
     buffers.p.store(p_slope.to(buffers.p.dtype))
     barriers.arrive(P_READY, CONSUMERS)
     barriers.arrive(Q_FREE + buffer, LOADER_AND_CONSUMERS)  # not before P is stored: lse_log2 has been read by then
+    release_entries(it, signals, SIZES)  # likewise
     mbarrier.wait(signals.do.index(buffer_do), (it // SIZES.stages_do) & 1)
     if PARTS > 1:
         dq = _start_dq(0, 1, (it & 1) ^ 1, zero, buffers, SIZES)

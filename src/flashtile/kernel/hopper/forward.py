@@ -2,7 +2,8 @@
 
     S = score(softmax_scale * Q K^T) where mask      P = softmax(S)      O = P V      lse = ln sum exp(S)
 
-The producer, one warp, copies tiles of Q, K and V into rings of buffers; the consumers, warpgroups that own 64 query
+The scheduler, one warp, finds out which query tile is next and which key tiles it sees; the producer, another one,
+copies tiles of Q, K and V into rings of buffers; the consumers, warpgroups that own 64 query
 rows each, do everything else in one loop over key tiles: issue Q K^T of tile i and P V of tile i - 1, then take the
 softmax of tile i while the tensor cores work for the other consumers (they take turns).
 
@@ -30,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.dropout import Dropout
 from flashtile.kernel import launch, launcher, replay, seqlen, tile_lists
-from flashtile.kernel.hopper import barriers, forward_parts, rows, schedule
+from flashtile.kernel.hopper import barriers, forward_parts, rows, schedule, score_entries
 from flashtile.kernel.hopper.forward_parts import LOG2E, ROWS, Out
 from flashtile.kernel.hopper.forward_sizes import chunks_of, operands, sizes, two_consumers
 from flashtile.kernel.layout import empty_in_order_of
@@ -42,7 +43,11 @@ from flashtile.seqlen import Seqlens, Where
 
 
 class Rings(NamedTuple):
-    """What producer and consumers share: buffers by chunk of columns, mbarriers that say when they are filled."""
+    """What the roles share: buffers by chunk of columns, mbarriers that say when they are filled; the board of tiles,
+    mbarriers that say when one is posted, and one by which the producer asks for the next.
+
+    ``entries`` is (buffers, mbarriers) for a score's entries, each of one consumer's rows, or () if there are none.
+    """
 
     q_smem: Any
     k_smem: Any
@@ -52,6 +57,8 @@ class Rings(NamedTuple):
     v_full: Any
     board: Any
     posted: Any
+    wanted: Any
+    entries: Any
 
 
 class Walk(NamedTuple):
@@ -71,6 +78,8 @@ class Walk(NamedTuple):
     q_buffer: Any
     slot: Any
     slot_before: Any
+    entries_buffer: Any
+    entries_phase: Any
 
 
 _Where, _Rings, _Out, _Walk = gl.constexpr(Where), gl.constexpr(Rings), gl.constexpr(Out), gl.constexpr(Walk)
@@ -88,7 +97,7 @@ def _where(at, num_sequences, SIZES: gl.constexpr):
 # --- the producer -----------------------------------------------------------------------------------------------------
 
 
-# How many key tiles of a query tile are left to copy when the next query tile is drawn; all of them in a short walk.
+# How many key tiles of a query tile are left to copy when the next query tile is asked for; in a short walk, all.
 DRAW_AHEAD, SHORT_WALK = gl.constexpr(3), gl.constexpr(8)
 # Below so many queries two consumers beat three under a mask. Causal, head_dim 64, against three: 1.29 at 512, 1.15 at
 # 1,024, 0.99 at 2,048.
@@ -147,50 +156,70 @@ def _full_tiles(CONSUMER: gl.constexpr, mask, tiles, where, at, SIZES: gl.conste
 
 
 @gluon.jit
-def producer(descs, rings, counts, counter, packed, mask, tiles, SIZES: gl.constexpr):
-    """Copy what the consumers need in the order in which they do: the keys of a tile, then the values of the one before
-    it, and a query tile's queries with its first keys."""
-    q_descs, k_descs, v_descs = descs
-    num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences, num_tiles, section = counts
+def scheduler(rings, counts, counter, packed, mask, tiles, SIZES: gl.constexpr):
+    """Post query tiles, each when the producer asks for it: one ahead, so that nobody waits for what a tile's place and
+    its mask's tables take to be found out."""
+    num_heads_q, _, seqlen_q, seqlen_k, num_sequences, num_tiles, section = counts
     BLOCK_M: gl.constexpr = ROWS * SIZES.consumers
-    count, q_count, slot = 0, 0, 0
-    # "Before the first tile" are rows past the end, zeros: the consumers' first P V is then one like all others.
-    values_at = rows.coordinates(0, 0, 0, 0, 0 if SIZES.packed else seqlen_k, SIZES.packed)
+    slot, phase = 0, 0
     number = gl.program_id(0)
     while number < num_tiles:
         at = schedule.place(number, num_tiles, section, seqlen_q, seqlen_k, num_sequences, packed, num_heads_q, BLOCK_M)
-        where = _where(at, num_sequences, SIZES)
-        first, _, _, last = key_tiles(mask, tiles, where, at.block, BLOCK_M, SIZES.block_n)
-        last = gl.maximum(last, first + 1)  # a query tile without keys: one key tile, of which the mask leaves nothing
-        steps = gl.where(at.block >= 0, last - first, 0)
-        if steps > 0:
+        if at.block >= 0:
+            where = _where(at, num_sequences, SIZES)
+            first, _, _, last = key_tiles(mask, tiles, where, at.block, BLOCK_M, SIZES.block_n)
+            # A query tile without keys: one key tile, of which the mask leaves nothing.
+            last = gl.maximum(last, first + 1)
             full = (_full_tiles(0, mask, tiles, where, at, SIZES), _full_tiles(1, mask, tiles, where, at, SIZES))
             if SIZES.consumers == 3:
                 full = full + (_full_tiles(2, mask, tiles, where, at, SIZES),)  # noqa: RUF005
             schedule.post(rings.board, rings.posted, slot, at, first, last, full, SIZES.packed)
             slot = (slot + 1) % SIZES.slots
-        # As late as its way through memory allows: who has just begun a long tile must not keep the next long one from
-        # the others. (Drawn at the beginning, shares of a causal pass at head_dim 256 differed by 8 %.)
-        draw_at = gl.where(steps > SHORT_WALK, steps - DRAW_AHEAD, 0)
-        kv_head = at.head // heads_per_kv
-        for part in gl.static_range(2):
-            if part == 1 and SIZES.queue:
-                ticket = schedule.draw(counter)
-            for i in range(0 if part == 0 else draw_at, draw_at if part == 0 else steps):
-                row = nth_tile(tiles, where, at.block, last - 1 - i) * SIZES.block_n
-                keys_at = rows.coordinates(at.batch, kv_head, at.k_start, at.seqlen_k, row, SIZES.packed)
-                _copy_next(k_descs, rings.k_smem, rings.k_full, SIZES.k_free, count, keys_at, SIZES)
-                _copy_next(v_descs, rings.v_smem, rings.v_full, SIZES.v_free, count, values_at, SIZES)
-                values_at = keys_at
-                if i == 0:
-                    _copy_queries(q_descs, rings, q_count, at, SIZES)
-                    q_count += 1
-                count += 1
+            mbarrier.wait(rings.wanted.index(0), phase)
+            phase ^= 1
         if SIZES.queue:
-            number = schedule.drawn(ticket, num_tiles, counter)
+            number = schedule.drawn(schedule.draw(counter), num_tiles, counter)
         else:
             number += gl.num_programs(0)
     schedule.post_end(rings.board, rings.posted, slot)
+
+
+@gluon.jit
+def producer(descs, rings, counts, tiles, SIZES: gl.constexpr):
+    """Copy what the consumers need in the order in which they do: the keys of a tile, then the values of the one before
+    it, a query tile's queries with its first keys, and a score's entries."""
+    q_descs, k_descs, v_descs, entries_descs = descs
+    _, heads_per_kv, seqlen_q, seqlen_k, num_sequences, _, _ = counts
+    count, q_count, slot, slot_phase = 0, 0, 0, 0
+    # "Before the first tile" are rows past the end, zeros: the consumers' first P V is then one like all others.
+    values_at = rows.coordinates(0, 0, 0, 0, 0 if SIZES.packed else seqlen_k, SIZES.packed)
+    mbarrier.wait(rings.posted.index(0), 0)
+    live, first, last = schedule.read_walk(rings.board, 0)
+    while live:
+        at = schedule.read_place(rings.board, slot, seqlen_q, seqlen_k, SIZES.packed)
+        where = _where(at, num_sequences, SIZES)
+        steps = last - first
+        # As late as finding out allows: who has just begun a long tile must not keep the next long one from the others.
+        # (Drawn at the beginning, shares of a causal pass at head_dim 256 differed by 8 %.)
+        ask_at = gl.where(steps > SHORT_WALK, steps - DRAW_AHEAD, 0)
+        kv_head = at.head // heads_per_kv
+        for i in range(steps):
+            if i == ask_at:
+                mbarrier.arrive(rings.wanted.index(0), count=1)
+            row = nth_tile(tiles, where, at.block, last - 1 - i) * SIZES.block_n
+            keys_at = rows.coordinates(at.batch, kv_head, at.k_start, at.seqlen_k, row, SIZES.packed)
+            _copy_next(k_descs, rings.k_smem, rings.k_full, SIZES.k_free, count, keys_at, SIZES)
+            _copy_next(v_descs, rings.v_smem, rings.v_full, SIZES.v_free, count, values_at, SIZES)
+            values_at = keys_at
+            if i == 0:
+                _copy_queries(q_descs, rings, q_count, at, SIZES)
+                q_count += 1
+            if len(entries_descs) > 0:
+                score_entries.copy_next(entries_descs[0], rings.entries, count, where, at.block, row, SIZES)
+            count += 1
+        slot, slot_phase = _next(slot, slot_phase, SIZES.slots)
+        mbarrier.wait(rings.posted.index(slot), slot_phase)
+        live, first, last = schedule.read_walk(rings.board, slot)
     if count > 0:
         _copy_next(v_descs, rings.v_smem, rings.v_full, SIZES.v_free, count, values_at, SIZES)
     # Every release has to meet its wait before the program ends. (The consumers do not release the last values.)
@@ -202,6 +231,7 @@ def producer(descs, rings, counts, counter, packed, mask, tiles, SIZES: gl.const
     for i in gl.static_range(SIZES.q_buffers):
         if q_count + i >= SIZES.q_buffers:
             barriers.sync(SIZES.q_free + (q_count + i) % SIZES.q_buffers, SIZES.threads, 1)
+    score_entries.take_last_releases(count, SIZES)
 
 
 # --- a consumer -------------------------------------------------------------------------------------------------------
@@ -261,7 +291,10 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
     acc = forward_parts.issue_values(p, rings.v_smem, stage, acc, walk.keep)
     barriers.arrive(SIZES.turn + NEXT, 256)
     if score is not None:
-        beside = score.beside(where, q_idx, k_idx, score.args)
+        if len(rings.entries) > 0:
+            beside = score_entries.read(rings.entries, walk.entries_buffer, walk.entries_phase)
+        else:
+            beside = score.beside(where, q_idx, k_idx, score.args)
     # Gluon puts a barrier of the warpgroup between two waits for one mbarrier. Here it costs nothing.
     gl.thread_barrier()
     s = warpgroup_mma_wait(len(acc), deps=(s,))
@@ -279,6 +312,8 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
         if start_n + SIZES.block_n > where.seqlen_k:
             s = gl.where(offs_n < where.seqlen_k - start_n, s, float("-inf"))
     tile_max = forward_parts.row_max_of(s)
+    if len(rings.entries) > 0:  # of which all went into the maximum, and that into a branch
+        barriers.arrive(SIZES.entries_free + walk.entries_buffer, SIZES.threads_of_one)
 
     if SIZES.wait_after == "maximum":
         tile_max = forward_parts.finish_before_wait(tile_max)
@@ -309,23 +344,27 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
     acc, p, row_max, row_sum = forward_parts.start(rings.k_smem[0].dtype, SIZES)
     finished = (row_max, row_sum)
     stage, phase, q_buffer, q_phase, slot, slot_phase, slot_before = 0, 0, 0, 0, 0, 0, 0
+    entries_buffer, entries_phase = CONSUMER + 0, 0
     if SIZES.consumers - 1 == CONSUMER:
         barriers.arrive(SIZES.turn, 256)
 
     mbarrier.wait(rings.posted.index(0), 0)
-    live, first, last, full_first, full_end = schedule.read_walk(rings.board, 0, CONSUMER)
+    live, first, last = schedule.read_walk(rings.board, 0)
+    full_first, full_end = schedule.read_full(rings.board, 0, CONSUMER)
     mbarrier.wait(rings.q_full.index(0), 0, pred=live)
     step = last - 1
     any_tile, keep, is_first = live, live, step < first  # there are no rows to write at the first tile of all
     while live:
         acc, p, row_max, row_sum = _key_tile(
             CONSUMER, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, scales,
-            _Walk(step, first, full_first, full_end, is_first, keep, stage, phase, q_buffer, slot, slot_before),
+            _Walk(step, first, full_first, full_end, is_first, keep, stage, phase, q_buffer, slot, slot_before,
+                  entries_buffer, entries_phase),
             (acc, p, row_max, row_sum), finished, True, SIZES,
         )  # fmt: skip
         keep = is_first == 0  # else P V of this tile, the first of its query tile, begins a new sum
         is_first = step == first  # the next one
         stage, phase = _next(stage, phase, SIZES.stages)
+        entries_buffer, entries_phase = score_entries.next_buffer(entries_buffer, entries_phase, SIZES)
         step -= 1
         if is_first:
             if SIZES.wait_after == "exponentials":
@@ -335,7 +374,8 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
             slot, slot_phase = _next(slot, slot_phase, SIZES.slots)
             q_buffer, q_phase = _next(q_buffer, q_phase, SIZES.q_buffers)
             mbarrier.wait(rings.posted.index(slot), slot_phase)
-            live, first, last, full_first, full_end = schedule.read_walk(rings.board, slot, CONSUMER)
+            live, first, last = schedule.read_walk(rings.board, slot)
+            full_first, full_end = schedule.read_full(rings.board, slot, CONSUMER)
             step = last - 1
             mbarrier.wait(rings.q_full.index(q_buffer), q_phase, pred=live)
         if SIZES.hot_loop:
@@ -344,11 +384,13 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
             while step >= stop:
                 acc, p, row_max, row_sum = _key_tile(
                     CONSUMER, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, scales,
-                    _Walk(step, first, full_first, full_end, is_first, keep, stage, phase, q_buffer, slot, slot_before),
+                    _Walk(step, first, full_first, full_end, is_first, keep, stage, phase, q_buffer, slot, slot_before,
+                          entries_buffer, entries_phase),
                     (acc, p, row_max, row_sum), finished, False, SIZES,
                 )  # fmt: skip
                 keep = live  # that is, true
                 stage, phase = _next(stage, phase, SIZES.stages)
+                entries_buffer, entries_phase = score_entries.next_buffer(entries_buffer, entries_phase, SIZES)
                 step -= 1
     if any_tile:
         mbarrier.wait(rings.v_full.index(stage), phase)
@@ -401,15 +443,16 @@ def _with_rest(desc, rest):
 def forward_kernel(
     q_desc, q_rest, k_desc, k_rest, v_desc, v_rest, o_desc, lse_ptr, counter, sinks_ptr,
     row_stride, num_heads_q, heads_per_kv, seqlen_q, seqlen_k, num_sequences, num_tiles, section, softmax_scale,
-    packed, mask, score, tiles, SIZES: gl.constexpr,
+    packed, mask, score, entries_desc, tiles, SIZES: gl.constexpr,
 ):  # fmt: skip
     """Each program writes O and LSE of the query tiles that it is dealt. ``*_rest`` are a second chunk of columns."""
     CONSUMERS: gl.constexpr = SIZES.consumers
-    descs = (_with_rest(q_desc, q_rest), _with_rest(k_desc, k_rest), _with_rest(v_desc, v_rest))
+    descs = (_with_rest(q_desc, q_rest), _with_rest(k_desc, k_rest), _with_rest(v_desc, v_rest),
+             () if entries_desc is None else (entries_desc,))  # fmt: skip
     rings = _Rings(
         _ring(descs[0], CONSUMERS * SIZES.q_buffers), _ring(descs[1], SIZES.stages), _ring(descs[2], SIZES.stages),
         _mbarriers(SIZES.q_buffers), _mbarriers(SIZES.stages), _mbarriers(SIZES.stages),
-        schedule.board(SIZES.slots), _mbarriers(SIZES.slots),
+        schedule.board(SIZES.slots), _mbarriers(SIZES.slots), _mbarriers(1), score_entries.new_ring(descs[3], SIZES),
     )  # fmt: skip
     out = _Out(
         o_desc, _ring((o_desc,), CONSUMERS * SIZES.o_buffers)[0], lse_ptr, row_stride, num_heads_q, num_sequences
@@ -425,15 +468,17 @@ def forward_kernel(
         gl.warp_specialize([
             (consumer, (C0, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
             (consumer, (C1, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
-            (producer, (descs, rings, counts, counter, packed, mask, tiles, SIZES)),
-        ], [4, 1], [REGISTERS, SIZES.registers_producer])  # fmt: skip
+            (producer, (descs, rings, counts, tiles, SIZES)),
+            (scheduler, (rings, counts, counter, packed, mask, tiles, SIZES)),
+        ], [4, 1, 1], [REGISTERS, SIZES.registers_producer, SIZES.registers_producer])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (C0, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
             (consumer, (C1, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
             (consumer, (C2, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, SIZES)),
-            (producer, (descs, rings, counts, counter, packed, mask, tiles, SIZES)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, SIZES.registers_producer])  # fmt: skip
+            (producer, (descs, rings, counts, tiles, SIZES)),
+            (scheduler, (rings, counts, counter, packed, mask, tiles, SIZES)),
+        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, SIZES.registers_producer, SIZES.registers_producer])  # fmt: skip
 
 
 # --- on the host ------------------------------------------------------------------------------------------------------
@@ -482,7 +527,9 @@ def forward(
     call = replay.Call(options, (q, k, v, o, lse, counter, sinks), q.device)
     if call.again():
         return o, lse
-    SIZES = sizes(chunks_of(head_dim), chunks_of(head_dim_v), config, queue, seqlens is not None, score is not None)
+    entries = score_entries.tensor_of(score, softmax_scale)
+    SIZES = sizes(chunks_of(head_dim), chunks_of(head_dim_v), config, queue, seqlens is not None, score is not None,
+                  entries.itemsize if entries is not None else 0)  # fmt: skip
     num_sequences, packed, num_tiles = seqlen.on_device(seqlens, seqlen_q, config.block_m)
     device_mask, tiles = tile_lists.on_device(mask, q, seqlen_k, seqlens, config, False)
     num_tiles *= batch * num_heads_q
@@ -492,7 +539,8 @@ def forward(
     args = (
         *operands(q, k, v, o, SIZES), lse, counter, sinks,
         seqlen_q, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, num_tiles,
-        section, softmax_scale, packed, device_mask, launcher.score_in_parts(score, q, k, mask, softmax_scale), tiles,
+        section, softmax_scale, packed, device_mask, launcher.score_in_parts(score, q, k, mask, softmax_scale),
+        score_entries.described(entries, ROWS.value, SIZES.block_n.value, SIZES.entries_buffers.value), tiles,
     )  # fmt: skip
     programs = num_tiles if config.schedule == "grid" else min(num_tiles, schedule.multiprocessors(q.device))
     with launch.on_device(q.device), call.noted():

@@ -37,12 +37,15 @@ class Sizes:
     registers_consumer: Any
     registers_producer: Any
     threads: Any  # of a barrier between all consumers and the producer
+    threads_of_one: Any  # of one between a consumer and the producer
     slots: Any  # of the board: see schedule.post
     # The first of several named barriers: the consumers' turns, and the release of each buffer of a ring.
     turn: Any
     k_free: Any
     v_free: Any
     q_free: Any
+    entries_free: Any
+    entries_buffers: Any  # for a score's entries, each of one consumer's rows of a tile; 0 if they are read otherwise
 
 
 @functools.cache
@@ -59,28 +62,36 @@ def sizes(
     queue: bool,
     packed: bool,
     scored: bool = False,
+    entry_bytes: int = 0,
 ) -> Sizes:
-    """Return the constants of a launch, ``scored`` if it has a score.
+    """Return the constants of a launch, ``scored`` if it has a score, with entries of ``entry_bytes`` in tiles if any.
 
     Raises ValueError if its buffers do not fit in shared memory. Room is given first to the rings of K and V, then to
-    the rows of O, then to queries ahead of time.
+    a score's entries if there is enough, then to the rows of O, then to queries ahead of time.
     """
     columns, columns_v = sum(chunks), sum(chunks_v)
     o_width = min(64, chunks_v[-1])
     block_m = ROWS * config.consumers
     rings = config.stages * config.block_n * (columns + columns_v)
     slices = columns_v // o_width
-    ways = [(q, o) for o in range(slices, 0, -1) for q in (2, 1)]
-    fits = lambda q, o: 2 * (rings + block_m * (q * columns + o * o_width)) + _BOOKKEEPING <= SHARED_LIMIT  # noqa: E731
+    turn = barriers.first_free(config.consumers + 2)
+    k_free = turn + config.consumers
+    v_free, q_free = k_free + config.stages, k_free + 2 * config.stages
+    entry_bytes *= ROWS * config.block_n
+    # A consumer needs a buffer of its own, and one more between two lets both copies take longer than a tile.
+    counts = (config.consumers + 1, config.consumers, 0) if entry_bytes else (0,)
+    ways = [(e, q, o) for e in counts for o in range(slices, 0, -1) for q in (2, 1) if _named(q_free, q, e)]
+
+    def fits(e: int, q: int, o: int) -> bool:
+        halves = rings + block_m * (q * columns + o * o_width)
+        return 2 * halves + e * entry_bytes + _BOOKKEEPING <= SHARED_LIMIT
+
     fitting = [way for way in ways if fits(*way)]
     if config.block_m != block_m or not fitting:
         raise ValueError(
             f"{config} does not serve {columns} columns of K and {columns_v} of V: wrong block_m, or no room"
         )
-    q_buffers, o_buffers = fitting[0]
-    turn = barriers.first_free(config.consumers + 1)
-    k_free = turn + config.consumers
-    v_free, q_free = k_free + config.stages, k_free + 2 * config.stages
+    entries_buffers, q_buffers, o_buffers = fitting[0]
     if q_free + q_buffers > barriers.MOST:
         raise ValueError(f"{config} needs more than the {barriers.MOST} named barriers that there are")
     # Where measured to be faster; and for narrower heads with a score, where it saves 45 of 717 instructions per tile.
@@ -93,9 +104,15 @@ def sizes(
         tuple(map(number, chunks_v)), number(o_width), number(o_buffers),
         number(queue), number(packed), number(hot_loop), number(wait_after),
         number(config.registers_consumer), number(config.registers_producer),
-        number(128 * config.consumers + 32), number(config.stages + 3),
+        number(128 * config.consumers + 32), number(128 + 32), number(config.stages + 4),
         number(turn), number(k_free), number(v_free), number(q_free),
+        number(q_free + q_buffers), number(entries_buffers),
     )  # fmt: skip
+
+
+def _named(q_free: int, q_buffers: int, entries_buffers: int) -> bool:
+    """Return whether there are named barriers for so many buffers; without entries, the caller looks."""
+    return entries_buffers == 0 or q_free + q_buffers + entries_buffers <= barriers.MOST
 
 
 @functools.cache

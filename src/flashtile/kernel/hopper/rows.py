@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from flashtile.kernel.launcher import Descriptor
 
 _END = gl.constexpr(2**30)
-_ANY = 2**31 - 2**16  # the size of a dimension that bounds nothing
+ANY = 2**31 - 2**16  # the size of a dimension that bounds nothing
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def described(t: torch.Tensor, rows: int, columns: int, packed: bool) -> Descrip
     block = (1, 1, rows, columns)
     if packed:
         row = strides[2]
-        shape, strides = (_ANY, _ANY, shape[1], _END.value, shape[3]), (2**34 - row, row, strides[1], row, 1)
+        shape, strides = (ANY, ANY, shape[1], _END.value, shape[3]), (2**34 - row, row, strides[1], row, 1)
         block = (1, *block)
     return Descriptor(t, shape, strides, block, layout(rows, columns, packed))
 

@@ -1,13 +1,13 @@
-"""Which query tile a program works on next, how the loading warp learns it, and how it tells the others.
+"""Which query tile a program works on next, and how one warp, which finds out, tells the others.
 
 Tiles are numbered so that the longest come first under a causal mask and neighbours share keys and values: heads are
 taken in sections whose keys and values fit in half of the L2 cache, and in a section first the last block of every
-head, then the one before it, ... Only the loading warp works that out (a binary search, where sequences are packed);
+head, then the one before it, ... Only the scheduling warp works that out (a binary search, where sequences are packed);
 it writes what the others need on a board in shared memory.
 """
 
 # Pyright takes device functions for Python: it knows neither what the compiler passes nor constants' attributes.
-# pyright: reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -79,24 +79,26 @@ def board(SLOTS: gl.constexpr):
 
 @gluon.jit
 def _write(board, slot, FIELD: gl.constexpr, value):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    WARPS: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     board.index(slot * FIELDS + FIELD).store(gl.full([1], value, gl.int32, layout=layout))
 
 
 @gluon.jit
 def _read(board, slot, FIELD: gl.constexpr):
-    value = board.index(slot * FIELDS + FIELD).load(gl.BlockedLayout([1], [32], [4], [0]))
+    WARPS: gl.constexpr = gl.num_warps()
+    value = board.index(slot * FIELDS + FIELD).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
     return uniform(gl.max(value, 0))
 
 
 @gluon.jit
 def post(board, written, slot, at, first, last, full, PACKED: gl.constexpr):
-    """Tell the consumers of a tile: its Place, and the walk over its key tiles from ``last - 1`` down to ``first``, of
+    """Tell the others of a tile: its Place, and the walk over its key tiles from ``last - 1`` down to ``first``, of
     which consumer ``i`` needs no mask for [full[i][0], full[i][1]).
 
     Nobody asks whether the slot is free. A consumer reads it until it has begun the second key tile after that tile
-    (its rows are written during the first); the producer comes back to it ``slots`` tiles later, and has then seen all
-    consumers let go of the key tile ``stages`` before the latest: with ``stages`` + 3 slots that is late enough.
+    (its rows are written during the first). A tile is posted when the producer has begun the one before it, and has
+    seen all consumers let go of the key tile ``stages`` before its latest: with ``stages`` + 4 slots it is late enough.
     """
     _write(board, slot, 0, at.block)
     _write(board, slot, 1, at.batch)
@@ -106,36 +108,41 @@ def post(board, written, slot, at, first, last, full, PACKED: gl.constexpr):
     if PACKED:
         _write(board, slot, 5, at.sequence)
         _write(board, slot, 6, at.q_start)
-        _write(board, slot, 7, at.seqlen_q)
-        _write(board, slot, 8, at.seqlen_k)
+        _write(board, slot, 7, at.k_start)
+        _write(board, slot, 8, at.seqlen_q)
+        _write(board, slot, 9, at.seqlen_k)
     for i in gl.static_range(len(full)):
-        _write(board, slot, 9 + 2 * i, full[i][0])
-        _write(board, slot, 10 + 2 * i, full[i][1])
+        _write(board, slot, 10 + 2 * i, full[i][0])
+        _write(board, slot, 11 + 2 * i, full[i][1])
     mbarrier.arrive(written.index(slot), count=1)
 
 
 @gluon.jit
 def post_end(board, written, slot):
-    """Tell the consumers that there are no more tiles."""
+    """Tell the others that there are no more tiles."""
     _write(board, slot, 0, -1)
     mbarrier.arrive(written.index(slot), count=1)
 
 
 @gluon.jit
-def read_walk(board, slot, CONSUMER: gl.constexpr):
-    """Return whether there is a tile in ``slot``, and the consumer's walk: first, last, both ends of its full tiles."""
-    live = _read(board, slot, 0) >= 0
-    full_first, full_end = _read(board, slot, 9 + 2 * CONSUMER), _read(board, slot, 10 + 2 * CONSUMER)
-    return live, _read(board, slot, 3), _read(board, slot, 4), full_first, full_end
+def read_walk(board, slot):
+    """Return whether there is a tile in ``slot``, and its walk: first and last."""
+    return _read(board, slot, 0) >= 0, _read(board, slot, 3), _read(board, slot, 4)
+
+
+@gluon.jit
+def read_full(board, slot, CONSUMER: gl.constexpr):
+    """Return which key tiles of the tile in ``slot`` a consumer's rows see whole: both ends."""
+    return _read(board, slot, 10 + 2 * CONSUMER), _read(board, slot, 11 + 2 * CONSUMER)
 
 
 @gluon.jit
 def read_place(board, slot, seqlen_q, seqlen_k, PACKED: gl.constexpr):
-    """Return the Place of the tile in ``slot``, without what only the producer uses."""
+    """Return the Place of the tile in ``slot``, without its number of blocks."""
     block, batch, head = _read(board, slot, 0), _read(board, slot, 1), _read(board, slot, 2)
     if PACKED:
-        sequence, q_start = _read(board, slot, 5), _read(board, slot, 6)
-        return _Place(batch, sequence, head, block, q_start, 0, _read(board, slot, 7), _read(board, slot, 8), 0)
+        sequence, q_start, k_start = _read(board, slot, 5), _read(board, slot, 6), _read(board, slot, 7)
+        return _Place(batch, sequence, head, block, q_start, k_start, _read(board, slot, 8), _read(board, slot, 9), 0)
     else:
         return _Place(batch, batch, head, block, 0, 0, seqlen_q, seqlen_k, 0)
 
