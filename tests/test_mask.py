@@ -121,6 +121,13 @@ def check_ranges(value: Mask, seqlen_q: int, seqlen_k: int) -> None:
         for k_lo, k_hi in itertools.combinations(range(seqlen_k + 1), 2):
             tile = [rows[i][k_lo:k_hi] for i in range(seqlen_q)]
             check_range(value.query_range(where, k_lo, k_hi, value.args), seqlen_q, tile)
+        if value.exact(value.args):
+            for i in range(seqlen_q):
+                _, first, last, _ = value.key_range(where, i, i + 1, value.args)
+                assert rows[i] == [first <= j < last for j in range(seqlen_k)]
+            for j in range(seqlen_k):
+                _, first, last, _ = value.query_range(where, j, j + 1, value.args)
+                assert [row[j] for row in rows] == [first <= i < last for i in range(seqlen_q)]
 
 
 @all_masks
@@ -213,6 +220,21 @@ def test_which_masks_are_known_to_look_back() -> None:
         assert looks_back(value)
     for value in (full(), window(3, 1), window(3, -1), prefix(2) | causal(), ~causal(), causal(align="top_left")):
         assert not looks_back(value)
+
+
+def test_which_rows_are_known_exactly() -> None:
+    pieces, scattered = document(torch.tensor([0, 0, 1, 1])), document(torch.tensor([0, 1, 0, 1]))
+    for value in (
+        pieces,
+        pieces & causal(),
+        window(2, 0) & pieces,
+        pieces & pieces & prefix(3),
+        window(2, 2) & causal(),
+    ):
+        assert value.exact(value.args)
+    for value in (scattered, scattered & causal(), pieces & scattered, causal() & scattered & pieces, ~pieces,
+                  pieces | causal(), pieces & ~causal(), pieces & mask.dense(torch.ones(1, 1) > 0)):  # fmt: skip
+        assert not value.exact(value.args)
 
 
 def test_windows_count_keys_besides_the_current_one() -> None:

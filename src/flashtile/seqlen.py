@@ -115,6 +115,14 @@ def _along_rows_when_compiled(index):
     return int(index.shape[len(index.shape) - 1]) == 1
 
 
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
 # What ``mask.jitted`` puts in place of each function.
 ON_DEVICE = {
     gather: _gather_on_device,
@@ -127,3 +135,5 @@ ON_DEVICE = {
 ROUGH_ON_DEVICE: dict[Any, Any] = {}
 # Likewise, but what it returns is known when compiling: of two branches only one is compiled.
 WHEN_COMPILED = {along_rows: _along_rows_when_compiled}
+# What the compiler takes for Python's own, and the interpreter does not.
+WHEN_INTERPRETED = {"min": _smaller, "max": _larger}

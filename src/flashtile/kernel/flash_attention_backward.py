@@ -17,6 +17,7 @@ import triton.language as tl
 from flashtile.dropout import Dropout
 from flashtile.kernel import launch, launcher, replay, seqlen, tile_lists
 from flashtile.kernel.dropout import keep
+from flashtile.kernel.hiding import visible
 from flashtile.kernel.layout import empty_in_order_of
 from flashtile.kernel.seqlen import place
 from flashtile.kernel.tile import (
@@ -60,9 +61,9 @@ def backward_tile(s, dp, lse_log2, delta, q_idx, k_idx, where, softmax_scale, ma
     if score is not None:
         ds = ds * score.derivative(where, q_idx, k_idx, s, score.args)
     if MASKED:
-        visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < where.seqlen_k) & (q_idx < where.seqlen_q)
-        kept = tl.where(visible, kept, 0.0)
-        ds = tl.where(visible, ds, 0.0)
+        shown = visible(where, q_idx, k_idx, mask) & (q_idx < where.seqlen_q)
+        kept = tl.where(shown, kept, 0.0)
+        ds = tl.where(shown, ds, 0.0)
     return kept, ds
 
 

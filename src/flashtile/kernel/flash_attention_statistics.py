@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from flashtile.kernel import launch, launcher, tile_lists
+from flashtile.kernel.hiding import visible
 from flashtile.kernel.seqlen import place
 from flashtile.kernel.tile import (
     HUGE_LOGIT,
@@ -50,8 +51,8 @@ def log2_probability(s, lse_log2, q_idx, k_idx, where, softmax_scale, mask, scor
     else:
         log2_p = score.forward(where, q_idx, k_idx, s * softmax_scale, score.args) * LOG2E - lse_log2
     if MASKED:
-        visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < where.seqlen_k) & (q_idx < where.seqlen_q)
-        log2_p = tl.where(visible, log2_p, float("-inf"))
+        shown = visible(where, q_idx, k_idx, mask) & (q_idx < where.seqlen_q)
+        log2_p = tl.where(shown, log2_p, float("-inf"))
     return log2_p
 
 

@@ -18,6 +18,7 @@ from flashtile.dropout import Dropout
 from flashtile.kernel import launch, launcher, replay, seqlen, tile_lists
 from flashtile.kernel.autograd import FlashAttention
 from flashtile.kernel.dropout import keep
+from flashtile.kernel.hiding import visible
 from flashtile.kernel.layout import empty_in_order_of
 from flashtile.kernel.seqlen import place
 from flashtile.kernel.tile import (
@@ -63,8 +64,7 @@ def forward_tile(
         s = score.forward(where, q_idx, k_idx, s * softmax_scale, score.args)
         scale_log2 = LOG2E
     if MASKED:
-        visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < where.seqlen_k)
-        s = tl.where(visible, s, float("-inf"))
+        s = tl.where(visible(where, q_idx, k_idx, mask), s, float("-inf"))
     p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, scale_log2)
     if dropout is not None:
         p = tl.where(keep(tl.load(dropout.seed), where, q_idx, k_idx, dropout.threshold), p, 0.0)

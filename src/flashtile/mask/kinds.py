@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.mask.value import Mask, full_predicate, operands
-from flashtile.seqlen import along_rows, gather, select, wide
+from flashtile.mask.value import EXACT, Mask, always, full_predicate, operands
+from flashtile.seqlen import gather, select, wide
 
 # A block of this many entries holds any sequence; twice it is still an int32.
 EVERYTHING = 2**30
@@ -233,24 +233,9 @@ def _entries(where, position, args, table):
     return gather(args[table], where.batch * args[6] + inside, args[7])
 
 
-def _in_same_document(where, position, k_idx, args):
-    return _entries(where, position, args, 0) == _entries(where, k_idx, args, 0)
-
-
 def _document_predicate(where, q_idx, k_idx, args):
     position = q_idx + (where.seqlen_k - where.seqlen_q)
-    # A thread holds few rows of a tile and many columns: a table read along the columns is dozens of loads, and as many
-    # registers (568 bytes spilled at head_dim 64, sm_90). If each document is in one piece, the start and end of each
-    # row's tell as much.
-    if gather(args[8], 0, 1) == 0:
-        visible = _in_same_document(where, position, k_idx, args)
-    elif along_rows(k_idx):
-        start, end = _entries(where, k_idx, args, 3), _entries(where, k_idx, args, 4)
-        visible = (position >= start) & (position < end)
-    else:
-        start, end = _entries(where, position, args, 3), _entries(where, position, args, 4)
-        visible = (k_idx >= start) & (k_idx < end)
-    return visible & (position >= 0)
+    return (_entries(where, position, args, 0) == _entries(where, k_idx, args, 0)) & (position >= 0)
 
 
 def _document_key_range(where, q_lo, q_hi, args):
@@ -336,6 +321,18 @@ def document_ids(cu_seqlens: Tensor, seqlen: int) -> Tensor:
     position = torch.arange(seqlen, device=cu_seqlens.device, dtype=torch.int32)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True, out_int32=True)
 
+
+# --- rows that are known exactly --------------------------------------------------------------------------------------
+
+
+def _documents_are_in_one_piece(args):
+    return gather(args[8], 0, 1) != 0
+
+
+EXACT[_document_predicate] = _documents_are_in_one_piece
+for _predicate in (full_predicate, _causal_predicate, _top_left_predicate, _window_predicate, _chunked_predicate,
+                   _first_keys_predicate):  # fmt: skip
+    EXACT[_predicate] = always
 
 # --- blocks and dense tensors -----------------------------------------------------------------------------------------
 

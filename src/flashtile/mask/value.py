@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import torch
 
 from flashtile.mask import text
-from flashtile.seqlen import ON_DEVICE, ROUGH_ON_DEVICE, WHEN_COMPILED, Where, select
+from flashtile.seqlen import (
+    ON_DEVICE,
+    ROUGH_ON_DEVICE,
+    WHEN_COMPILED,
+    WHEN_INTERPRETED,
+    Where,
+    select,
+)
 
 Sizes = tuple[tuple[int, int] | None, ...]  # of (batch, heads_q, seqlen_q, seqlen_k)
 ANY_SIZES: Sizes = (None, None, None, None)
@@ -29,6 +36,7 @@ class DeviceMask(NamedTuple):
     predicate: Any
     key_range: Any
     query_range: Any
+    exact: Any
 
 
 @functools.cache
@@ -46,6 +54,8 @@ def jitted(fn: Callable, rough: bool = False) -> Any:
     # The interpreter insists on seeing triton.language among the globals of every function that it runs.
     scope["_triton_language"] = triton.language
     for name in _globals_read(fn):
+        if name in WHEN_INTERPRETED and name not in scope and triton.knobs.runtime.interpret:
+            scope[name] = WHEN_INTERPRETED[name]  # Python's own ask a tensor for a single truth value
         value = scope.get(name)
         if isinstance(inner := getattr(value, "fn", None), types.FunctionType) and not text.is_own(inner):
             # A user's helper that is jitted already, and stays as it is if nothing in it has to floor.
@@ -183,7 +193,16 @@ class Mask:
         if any(isinstance(arg, DeviceMask) for arg in args):
             args = (*args, None)  # the later constant that DeviceMask's text speaks of
         functions = (self.predicate, self.key_range or any_key_range, self.query_range or any_query_range)
-        return DeviceMask(args, *map(jitted, functions))
+        return DeviceMask(args, *map(jitted, (*functions, self.exact)))
+
+    @functools.cached_property
+    def exact(self) -> Callable:
+        """``exact(args)`` says whether the full range of a single query, and of a single key, is all that it sees."""
+        sign, masks = operands(self)
+        if sign is None:
+            return EXACT.get(self.predicate, never)
+        kinds = [never if mask.exact is never else always if mask.exact is always else exact for mask in masks]
+        return _BOTH_EXACT[tuple(kinds)] if sign == "&" and never not in kinds else never
 
     def to(self, device: Any) -> Mask:
         """Return the mask with its tensors on ``device``."""
@@ -291,6 +310,38 @@ def _combined(a: Mask, b: Mask, sign: str) -> Mask:
     if a.key_range is None or b.key_range is None:
         functions = (functions[0], None, None)
     return Mask(name, *functions, (a, b))
+
+
+# --- rows that are known exactly --------------------------------------------------------------------------------------
+#
+# Where the full range of each query alone, or key, is all that it sees, two comparisons per entry do for a predicate
+# that reads tables. ``|``, ``~`` and functions of users are never known to be so.
+
+
+def always(args):
+    return True
+
+
+def never(args):
+    return False
+
+
+def exact(args):
+    return args[0].exact(args[0].args) & args[1].exact(args[1].args)
+
+
+def _first_is_exact(args):
+    return args[0].exact(args[0].args)
+
+
+def _second_is_exact(args):
+    return args[1].exact(args[1].args)
+
+
+EXACT: dict[Callable, Callable] = {}  # by predicate
+_BOTH_EXACT = {
+    (always, always): always, (exact, always): _first_is_exact, (always, exact): _second_is_exact, (exact, exact): exact
+}  # fmt: skip
 
 
 # --- the functions of full masks, of unknown ranges, and of combinations ---------------------------------------------

@@ -24,6 +24,7 @@ MASKS = {
     "causal": mask.causal,
     "window": lambda: mask.window(100, 0),
     "prefix": lambda: mask.prefix([7, 9]) | mask.causal(),
+    "document": lambda: mask.document(torch.arange(300) // 100) & mask.causal(),
     "lists": lambda: mask.causal().without_ranges(),
     "own": lambda: mask.Mask.of(floors, (3, 5)),
 }

@@ -26,8 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashtile.kernel.hiding import asks_rows, seen_by_rows
 from flashtile.kernel.hopper import barriers, rows
 from flashtile.kernel.hopper.backward_work import FIRST_KEY, SEQLEN_K, SEQLEN_Q, SEQUENCE, read_number
+from flashtile.kernel.hopper.hiding import hide
 from flashtile.kernel.tile import LOG2E
 from flashtile.seqlen import Where
 
@@ -269,6 +271,15 @@ def _is_tile(x):
 
 
 @gluon.jit
+def _hide(x, instead, where, q_idx, k_idx, mask):
+    if asks_rows(mask.exact):
+        seen = seen_by_rows(where, q_idx, k_idx, mask)
+        return hide(x, instead, seen, mask.exact(mask.args), where, q_idx, k_idx, mask, True)
+    else:
+        return hide(x, instead, None, True, where, q_idx, k_idx, mask, True)
+
+
+@gluon.jit
 def probabilities(s, beside, lse_log2, tile, head, first_key, board, slot, softmax_scale, mask, score,
                   SIZES: gl.constexpr):  # fmt: skip
     """Return P of one tile of scores [keys, queries], and P times the score's derivative.
@@ -295,12 +306,10 @@ def probabilities(s, beside, lse_log2, tile, head, first_key, board, slot, softm
     if SIZES.head_dim <= 64 or _is_tile(slope):
         p = gl.exp2(logits * scale_log2 - lse_log2[None, :])
         if (tile & 1) != 0:
-            visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < where.seqlen_k)
-            p = gl.where(visible, p, 0.0)
+            p = _hide(p, 0.0, where, q_idx, k_idx, mask)
     else:
         if (tile & 1) != 0:
-            visible = mask.predicate(where, q_idx, k_idx, mask.args) & (k_idx < where.seqlen_k)
-            logits = gl.where(visible, logits, float("-inf"))
+            logits = _hide(logits, float("-inf"), where, q_idx, k_idx, mask)
         p = gl.exp2(logits * scale_log2 - lse_log2[None, :])
     if score is None:
         return p, p

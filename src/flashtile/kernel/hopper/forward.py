@@ -31,9 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.dropout import Dropout
 from flashtile.kernel import launch, launcher, replay, seqlen, tile_lists
+from flashtile.kernel.hiding import asks_rows, seen_by_rows
 from flashtile.kernel.hopper import barriers, forward_parts, rows, schedule, score_entries
 from flashtile.kernel.hopper.forward_parts import LOG2E, ROWS, Out
 from flashtile.kernel.hopper.forward_sizes import chunks_of, operands, sizes, two_consumers
+from flashtile.kernel.hopper.hiding import hide
 from flashtile.kernel.layout import empty_in_order_of
 from flashtile.kernel.tile_lists import key_tiles, nth_tile
 from flashtile.mask import Mask, full
@@ -295,6 +297,18 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
             beside = score_entries.read(rings.entries, walk.entries_buffer, walk.entries_phase)
         else:
             beside = score.beside(where, q_idx, k_idx, score.args)
+    masked = EDGE and (step >= walk.full_end) | (step < walk.full_first)
+    seen, exact = None, masked
+    if EDGE and asks_rows(mask.exact):  # tables, which are read while the tensor cores work
+        rows_layout: gl.constexpr = gl.SliceLayout(1, forward_parts.tile_layout(SIZES.block_n))
+        nothing = gl.zeros([ROWS], gl.int32, layout=rows_layout)[:, None]
+        seen = (nothing, nothing)
+        if masked:
+            at = schedule.read_place(rings.board, walk.slot, seqlen_q, seqlen_k, SIZES.packed)
+            where = _where(at, out.num_sequences, SIZES)
+            q_idx, start_n, offs_n = _indices(at, tiles, where, step, CONSUMER, SIZES)
+            seen = seen_by_rows(where, q_idx, start_n + offs_n, mask)
+            exact = mask.exact(mask.args)
     # Gluon puts a barrier of the warpgroup between two waits for one mbarrier. Here it costs nothing.
     gl.thread_barrier()
     s = warpgroup_mma_wait(len(acc), deps=(s,))
@@ -304,11 +318,11 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
 
     if score is not None:
         s = score.scaled(where, q_idx, k_idx, s, beside, softmax_scale, score.args)
-    if EDGE and (step >= walk.full_end) | (step < walk.full_first):
+    if EDGE and masked:
         at = schedule.read_place(rings.board, walk.slot, seqlen_q, seqlen_k, SIZES.packed)
         where = _where(at, out.num_sequences, SIZES)
         q_idx, start_n, offs_n = _indices(at, tiles, where, step, CONSUMER, SIZES)
-        s = gl.where(mask.predicate(where, q_idx, start_n + offs_n, mask.args), s, float("-inf"))
+        s = hide(s, float("-inf"), seen, exact, where, q_idx, start_n + offs_n, mask, False)
         if start_n + SIZES.block_n > where.seqlen_k:
             s = gl.where(offs_n < where.seqlen_k - start_n, s, float("-inf"))
     tile_max = forward_parts.row_max_of(s)
