@@ -48,13 +48,14 @@ def jitted(fn: Callable, rough: bool = False) -> Any:
     and ``tl`` is ``triton.language``. In functions of users ``//`` and ``%`` floor, as they do in Python.
     """
     import triton
+    from triton import knobs
 
     fn = fn if text.is_own(fn) else text.floored(fn)
     scope = {"tl": triton.language, **fn.__globals__}
     # The interpreter insists on seeing triton.language among the globals of every function that it runs.
     scope["_triton_language"] = triton.language
     for name in _globals_read(fn):
-        if name in WHEN_INTERPRETED and name not in scope and triton.knobs.runtime.interpret:
+        if name in WHEN_INTERPRETED and name not in scope and knobs.runtime.interpret:
             scope[name] = WHEN_INTERPRETED[name]  # Python's own ask a tensor for a single truth value
         value = scope.get(name)
         if isinstance(inner := getattr(value, "fn", None), types.FunctionType) and not text.is_own(inner):
@@ -339,7 +340,7 @@ def _second_is_exact(args):
 
 
 EXACT: dict[Callable, Callable] = {}  # by predicate
-_BOTH_EXACT = {
+_BOTH_EXACT: dict[tuple, Callable] = {
     (always, always): always, (exact, always): _first_is_exact, (always, exact): _second_is_exact, (exact, exact): exact
 }  # fmt: skip
 

@@ -47,6 +47,8 @@ JOBS = (
     Job(128, 128, "window", packed=True),
     Job(256, 256, "causal", packed=True),
     Job(64, 64, "prefix"),
+    Job(64, 64, "document"),
+    Job(128, 128, "document"),
     Job(128, 128, "lists"),
     Job(64, 64, score="softcap"),
     Job(64, 64, score="alibi"),
@@ -116,7 +118,7 @@ def check(report: dict, job: Job) -> None:
     assert report["shared"] <= SHARED_LIMIT
     assert report["matrix_instructions"] > 0
     assert report["warnings"] == []
-    kind = "a table read at every logit" if job.score == "bias" else "elsewhere"
+    kind = "a table read at every logit" if job.score == "bias" or job.mask == "document" else "elsewhere"
     if max(job.head_dim, job.head_dim_v) <= 64 and job.score != "bias":
         kind = "wide tiles at head_dim 64"
     elif job.score == "softcap":

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashtile.dropout import Dropout
 from flashtile.kernel import launch, launcher, replay, seqlen, tile_lists
@@ -43,6 +43,7 @@ from flashtile.kernel.hopper.backward_parts import (
 )
 from flashtile.kernel.hopper.backward_sizes import Sizes
 from flashtile.kernel.hopper.backward_work import FIELDS, READERS, SLOTS, Problem
+from flashtile.kernel.hopper.barriers import mbarriers
 from flashtile.kernel.hopper.pre_post import after_kernel, before_kernel
 from flashtile.kernel.launcher import Descriptor
 from flashtile.kernel.layout import copied_in_blocks, empty_in_order_of
@@ -100,16 +101,8 @@ def _buffers(q_desc, k_desc, lse_desc, dq_desc, entries_desc, P_DTYPE: gl.conste
 
 
 @gluon.jit
-def _mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
-
-
-@gluon.jit
 def _entries_signals(SIZES: gl.constexpr):
-    return _mbarriers(SIZES.entries_stages, 1), _mbarriers(SIZES.entries_stages, SIZES.block_n // ROWS)
+    return mbarriers(SIZES.entries_stages, 1), mbarriers(SIZES.entries_stages, SIZES.block_n // ROWS)
 
 
 @gluon.jit(
@@ -129,8 +122,8 @@ def backward_kernel(
     P_DTYPE: gl.constexpr = gl.float16 if score is None else q_desc.dtype
     buffers = _buffers(q_desc, k_desc, lse_desc, dq_desc, entries_desc, P_DTYPE, SIZES)
     signals = _Signals(
-        _mbarriers(SIZES.stages, 1), _mbarriers(1, 1), _mbarriers(1, 1), _mbarriers(SIZES.stages_do, 1),
-        _mbarriers(1, 2), _mbarriers(1, 2), _mbarriers(2, 1), _mbarriers(SLOTS, 1), _mbarriers(SLOTS, READERS),
+        mbarriers(SIZES.stages, 1), mbarriers(1, 1), mbarriers(1, 1), mbarriers(SIZES.stages_do, 1),
+        mbarriers(1, 2), mbarriers(1, 2), mbarriers(2, 1), mbarriers(SLOTS, 1), mbarriers(SLOTS, READERS),
         () if entries_desc is None else _entries_signals(SIZES),
     )  # fmt: skip
     fence_async_shared()

@@ -42,6 +42,7 @@ from flashtile.kernel.hopper.backward_parts import (
     per_query,
     probabilities,
     release_entries,
+    rows_seen,
     start_sums,
     start_transposed,
     store_dq,
@@ -108,6 +109,7 @@ def _tile(consumer: gl.constexpr, it, has_last, slot, dk, dv, buffers, signals, 
     tile, head = read_number(buffers.tile, 2 * buffer), read_number(buffers.tile, 2 * buffer + 1)
     if score is not None:
         beside = beside_scores(consumer, it, tile, head, buffers, signals, slot, score, SIZES)
+    seen = rows_seen(tile, head, consumer * ROWS, buffers.board, slot, mask, SIZES)
     if len(buffers.entries) > 0 and BLOCK_M == 128:  # registers are short: later
         lse_log2 = (buffers.lse, buffer, signals.q.index(buffer), phase)
     else:
@@ -117,8 +119,8 @@ def _tile(consumer: gl.constexpr, it, has_last, slot, dk, dv, buffers, signals, 
         barriers.arrive_if(has_last, Q_FREE + (it + SIZES.stages - 1) % SIZES.stages, LOADER_AND_CONSUMERS)
     else:
         s = warpgroup_mma_wait(2, [s])
-    p, p_slope = probabilities(s, beside, lse_log2, tile, head, consumer * ROWS, buffers.board, slot, softmax_scale,
-                               mask, score, SIZES)  # fmt: skip
+    p, p_slope = probabilities(s, beside, seen, lse_log2, tile, head, consumer * ROWS, buffers.board, slot,
+                               softmax_scale, mask, score, SIZES)  # fmt: skip
     p16 = gl.convert_layout(p.to(dtype), operand_layout())
     dq = warpgroup_mma_wait(0, [dq])
     if has_last:

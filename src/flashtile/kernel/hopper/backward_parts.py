@@ -271,16 +271,32 @@ def _is_tile(x):
 
 
 @gluon.jit
-def _hide(x, instead, where, q_idx, k_idx, mask):
+def rows_seen(tile, head, first_key, board, slot, mask, SIZES: gl.constexpr):
+    """Return what a mask's tables say of a tile's keys, read early: the queries [first, end) that see each, and whether
+    that is all to know. () where no table has to be asked."""
     if asks_rows(mask.exact):
-        seen = seen_by_rows(where, q_idx, k_idx, mask)
-        return hide(x, instead, seen, mask.exact(mask.args), where, q_idx, k_idx, mask, True)
+        nothing = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, sums_layout(SIZES.block_m)))[:, None]
+        seen = (nothing, nothing)
+        exact = (tile & 1) != 0
+        if exact:
+            where, q_idx, k_idx = place_of(tile, head, first_key, board, slot, SIZES)
+            seen = seen_by_rows(where, q_idx, k_idx, mask)
+            exact = mask.exact(mask.args)
+        return seen[0], seen[1], exact
+    else:
+        return ()
+
+
+@gluon.jit
+def _hide(x, instead, seen, where, q_idx, k_idx, mask):
+    if len(seen) > 0:
+        return hide(x, instead, seen, seen[2], where, q_idx, k_idx, mask, True)
     else:
         return hide(x, instead, None, True, where, q_idx, k_idx, mask, True)
 
 
 @gluon.jit
-def probabilities(s, beside, lse_log2, tile, head, first_key, board, slot, softmax_scale, mask, score,
+def probabilities(s, beside, seen, lse_log2, tile, head, first_key, board, slot, softmax_scale, mask, score,
                   SIZES: gl.constexpr):  # fmt: skip
     """Return P of one tile of scores [keys, queries], and P times the score's derivative.
 
@@ -306,10 +322,10 @@ def probabilities(s, beside, lse_log2, tile, head, first_key, board, slot, softm
     if SIZES.head_dim <= 64 or _is_tile(slope):
         p = gl.exp2(logits * scale_log2 - lse_log2[None, :])
         if (tile & 1) != 0:
-            p = _hide(p, 0.0, where, q_idx, k_idx, mask)
+            p = _hide(p, 0.0, seen, where, q_idx, k_idx, mask)
     else:
         if (tile & 1) != 0:
-            logits = _hide(logits, float("-inf"), where, q_idx, k_idx, mask)
+            logits = _hide(logits, float("-inf"), seen, where, q_idx, k_idx, mask)
         p = gl.exp2(logits * scale_log2 - lse_log2[None, :])
     if score is None:
         return p, p

@@ -40,6 +40,7 @@ from flashtile.kernel.hopper.backward_parts import (
     per_query,
     probabilities,
     release_entries,
+    rows_seen,
     start_sums,
     start_transposed,
     store_dq,
@@ -94,10 +95,11 @@ def _p_tile(it, has_last, slot, dv, buffers, signals, softmax_scale, mask, score
     tile, head = read_number(buffers.tile, 2 * buffer), read_number(buffers.tile, 2 * buffer + 1)
     if score is not None:
         beside = beside_scores(0, it, tile, head, buffers, signals, slot, score, SIZES)
+    seen = rows_seen(tile, head, 0, buffers.board, slot, mask, SIZES)
     lse_log2 = per_query(buffers.lse, buffer, SIZES.block_m)
     s = warpgroup_mma_wait(1 if PARTS > 0 else 0, [s])
-    p, p_slope = probabilities(s, beside, lse_log2, tile, head, 0, buffers.board, slot, softmax_scale, mask, score,
-                               SIZES)  # fmt: skip
+    p, p_slope = probabilities(s, beside, seen, lse_log2, tile, head, 0, buffers.board, slot, softmax_scale, mask,
+                               score, SIZES)  # fmt: skip
     p16 = gl.convert_layout(p.to(buffers.q.dtype), operand_layout())
     if PARTS > 0:
         dq = warpgroup_mma_wait(0, [dq])

@@ -1,4 +1,4 @@
-"""Named barriers of the hardware, for warp roles that wait for one another.
+"""Barriers for warp roles that wait for one another: named ones of the hardware, and mbarriers in shared memory.
 
 An mbarrier's arrive costs a barrier over the whole warpgroup in Gluon 3.6 (one elected thread arrives for all); a named
 barrier is one instruction; a study of the forward pass gained 2 to 6 % by it. Sixteen exist per program. Triton uses
@@ -6,12 +6,13 @@ barrier is one instruction; a study of the forward pass gained 2 to 6 % by it. S
 """
 
 # Pyright takes device functions for Python: it knows neither what the compiler passes nor constants' attributes.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 MOST = 16  # named barriers of a program
 
@@ -19,6 +20,15 @@ MOST = 16  # named barriers of a program
 def first_free(roles: int) -> int:
     """Return the first number that Triton leaves free in a kernel of ``roles`` warp roles."""
     return 1 + roles
+
+
+@gluon.jit
+def mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Return ``COUNT`` mbarriers that each wait for ``ARRIVALS`` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
 
 
 @gluon.constexpr_function

@@ -33,6 +33,7 @@ from flashtile.dropout import Dropout
 from flashtile.kernel import launch, launcher, replay, seqlen, tile_lists
 from flashtile.kernel.hiding import asks_rows, seen_by_rows
 from flashtile.kernel.hopper import barriers, forward_parts, rows, schedule, score_entries
+from flashtile.kernel.hopper.barriers import mbarriers
 from flashtile.kernel.hopper.forward_parts import LOG2E, ROWS, Out
 from flashtile.kernel.hopper.forward_sizes import chunks_of, operands, sizes, two_consumers
 from flashtile.kernel.hopper.hiding import hide
@@ -256,15 +257,6 @@ def _indices(at, tiles, where, step, CONSUMER: gl.constexpr, SIZES: gl.constexpr
 
 
 @gluon.jit
-def _unit(softmax_scale, score):
-    """Return the factor of the logits that the softmax is taken of."""
-    if score is None:
-        return softmax_scale
-    else:
-        return score.unit(softmax_scale, score.args)
-
-
-@gluon.jit
 def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles,
               scales, walk, state, finished, EDGE: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
     """Take one key tile: issue its Q K^T and P V of the tile before, and return the online softmax's next state.
@@ -300,8 +292,7 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
     masked = EDGE and (step >= walk.full_end) | (step < walk.full_first)
     seen, exact = None, masked
     if EDGE and asks_rows(mask.exact):  # tables, which are read while the tensor cores work
-        rows_layout: gl.constexpr = gl.SliceLayout(1, forward_parts.tile_layout(SIZES.block_n))
-        nothing = gl.zeros([ROWS], gl.int32, layout=rows_layout)[:, None]
+        nothing = forward_parts.zeros_of_rows(SIZES.block_n)
         seen = (nothing, nothing)
         if masked:
             at = schedule.read_place(rings.board, walk.slot, seqlen_q, seqlen_k, SIZES.packed)
@@ -338,7 +329,7 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
     barriers.arrive(SIZES.v_free + stage, SIZES.threads)
     if EDGE and walk.is_first:
         at = schedule.read_place(rings.board, walk.slot_before, seqlen_q, seqlen_k, SIZES.packed)
-        logit_scale = _unit(softmax_scale, score)
+        logit_scale = forward_parts.unit(softmax_scale, score)
         if SIZES.wait_after == "exponentials":  # then row_max and row_sum are those of this query tile already
             forward_parts.write_rows(out, acc, finished, at, logit_scale, sinks_ptr, CONSUMER, SIZES)
         else:
@@ -354,7 +345,7 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
 def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles,
              SIZES: gl.constexpr):  # fmt: skip
     """Compute rows 64 CONSUMER, ... of every query tile that the producer posts."""
-    scales = forward_parts.scales_of(_unit(softmax_scale, score) * LOG2E)
+    scales = forward_parts.scales_of(forward_parts.unit(softmax_scale, score) * LOG2E)
     acc, p, row_max, row_sum = forward_parts.start(rings.k_smem[0].dtype, SIZES)
     finished = (row_max, row_sum)
     stage, phase, q_buffer, q_phase, slot, slot_phase, slot_before = 0, 0, 0, 0, 0, 0, 0
@@ -410,7 +401,7 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
         mbarrier.wait(rings.v_full.index(stage), phase)
         acc = forward_parts.wait_values(forward_parts.issue_values(p, rings.v_smem, stage, acc, keep))
         at = schedule.read_place(rings.board, slot_before, seqlen_q, seqlen_k, SIZES.packed)
-        logit_scale = _unit(softmax_scale, score)
+        logit_scale = forward_parts.unit(softmax_scale, score)
         if SIZES.wait_after != "exponentials":
             finished = (row_max, row_sum)
         forward_parts.write_rows(out, acc, finished, at, logit_scale, sinks_ptr, CONSUMER, SIZES)
@@ -432,14 +423,6 @@ def _ring(descs, COUNT: gl.constexpr):
     else:
         shape_of_rest: gl.constexpr = [COUNT] + descs[1].block_shape  # noqa: RUF005
         return (first, gl.allocate_shared_memory(descs[1].dtype, shape_of_rest, descs[1].layout))
-
-
-@gluon.jit
-def _mbarriers(COUNT: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=1)
-    return bars
 
 
 @gluon.jit
@@ -465,8 +448,9 @@ def forward_kernel(
              () if entries_desc is None else (entries_desc,))  # fmt: skip
     rings = _Rings(
         _ring(descs[0], CONSUMERS * SIZES.q_buffers), _ring(descs[1], SIZES.stages), _ring(descs[2], SIZES.stages),
-        _mbarriers(SIZES.q_buffers), _mbarriers(SIZES.stages), _mbarriers(SIZES.stages),
-        schedule.board(SIZES.slots), _mbarriers(SIZES.slots), _mbarriers(1), score_entries.new_ring(descs[3], SIZES),
+        mbarriers(SIZES.q_buffers, 1), mbarriers(SIZES.stages, 1), mbarriers(SIZES.stages, 1),
+        schedule.board(SIZES.slots), mbarriers(SIZES.slots, 1), mbarriers(1, 1),
+        score_entries.new_ring(descs[3], SIZES),
     )  # fmt: skip
     out = _Out(
         o_desc, _ring((o_desc,), CONSUMERS * SIZES.o_buffers)[0], lse_ptr, row_stride, num_heads_q, num_sequences

@@ -96,6 +96,12 @@ def zeros(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def zeros_of_rows(COLUMNS: gl.constexpr):
+    """Return integer zeros, one per row of a tile."""
+    return gl.zeros([ROWS], gl.int32, layout=gl.SliceLayout(1, tile_layout(COLUMNS)))[:, None]
+
+
+@gluon.jit
 def finish_before_wait(x):
     """Return ``x``, of two numbers per thread; the compiler keeps later waits for products behind it.
 
@@ -246,6 +252,15 @@ def start(DTYPE: gl.constexpr, SIZES: gl.constexpr):
 def fresh_statistics(row_max, row_sum):
     """Return the maxima and sums of rows that have seen no key yet."""
     return gl.full_like(row_max, LOWEST), gl.full_like(row_sum, 0.0)
+
+
+@gluon.jit
+def unit(softmax_scale, score):
+    """Return the factor of the logits that the softmax is taken of."""
+    if score is None:
+        return softmax_scale
+    else:
+        return score.unit(softmax_scale, score.args)
 
 
 @gluon.jit
