@@ -17,6 +17,8 @@ from flashtile.kernel import launcher
 from flashtile.kernel.launch import on_device
 from flashtile.kernel.launcher import Descriptor
 from flashtile.mask import Mask
+from flashtile.score import Score
+from flashtile.seqlen import Seqlens
 
 _MOST_REMEMBERED = 1024  # kinds of calls, and addresses of each descriptor
 _calls: dict[tuple, list[_Launch]] = {}
@@ -47,34 +49,61 @@ class _Map(NamedTuple):
         return found
 
 
-class _Launch(NamedTuple):
-    """A launch as the C launcher takes it, and where in ``args`` addresses and tensor maps go.
+class _Pattern(NamedTuple):
+    """Arguments of a kernel, or a tuple among them, and where in ``items`` addresses and further tuples go.
 
-    ``addresses``: position, which tensor of the call, bytes from its start.
+    ``addresses``: position, which tensor of the call, bytes from its start. ``tuples``: position and pattern.
     """
+
+    items: list
+    addresses: list[tuple[int, int, int]]
+    tuples: list[tuple[int, _Pattern]]
+
+    def filled(self, starts: list[int]) -> list:
+        """Return the items for tensors that start at these addresses."""
+        items = self.items.copy()
+        for position, which, offset in self.addresses:
+            items[position] = starts[which] + offset
+        for position, pattern in self.tuples:
+            items[position] = tuple(pattern.filled(starts))
+        return items
+
+
+class _Launch(NamedTuple):
+    """A launch as the C launcher takes it, and the tensor maps that go into ``args``."""
 
     compiled: Any
     programs: int
-    args: list
-    addresses: list[tuple[int, int, int]]
+    args: _Pattern
     maps: list[_Map]
 
 
 class Call:
     """A call's launches: made again if an earlier call was like it, else noted while they are made.
 
-    ``options`` stands for all that launches depend on beside ``tensors``: everything that kernels read or write, in
-    this order (None where there is none). Without options nothing is known or noted.
+    Launches may depend on nothing but what is given here: ``tensors`` that kernels read or write (None where there is
+    none), the mask, and ``options``: numbers, configurations, scores, packed lengths, dropout; tensors are looked for
+    in them too. Nothing is noted where there is no direct launch, nor under a mask without ranges, whose tile lists are
+    made for each call.
     """
 
-    def __init__(self, options: tuple | None, tensors: Sequence[torch.Tensor | None], device: torch.device) -> None:
-        self._tensors, self._device, self._key = tensors, device, None
-        if options is None:
+    def __init__(
+        self, name: str, device: torch.device, tensors: Sequence[torch.Tensor | None], mask: Mask, *options: Any
+    ) -> None:
+        self._device, self._key = device, None
+        self._tensors, self._starts = list(tensors), []
+        if mask.key_range is None or not launcher.has_copy_engine(device):
             return
-        self._starts = [0 if t is None else t.data_ptr() for t in tensors]
-        key: list[Any] = [options, device.index]
-        for t, start in zip(tensors, self._starts, strict=True):
-            key += (None,) if t is None else (start & 15, t.dtype, t.shape, t.stride())
+        key: list[Any] = [name, device.index]
+        _take_apart((mask, *options), key, self._tensors)
+        numbers: dict[int, int] = {}  # of addresses: calls are alike only if the same tensors lie at one address
+        for t in self._tensors:
+            start = 0 if t is None else t.data_ptr()
+            self._starts.append(start)
+            if t is None:
+                key.append(None)
+            else:
+                key += (start & 15, numbers.setdefault(start, len(numbers)), t.dtype, t.shape, t.stride())
         self._key = tuple(key)
 
     def again(self) -> bool:
@@ -87,9 +116,7 @@ class Call:
             launcher.prepare(self._device)  # encoding a map takes a context
             ready = []
             for launch in known:
-                args = launch.args.copy()
-                for position, which, offset in launch.addresses:
-                    args[position] = starts[which] + offset
+                args = launch.args.filled(starts)
                 for map_ in launch.maps:
                     tensor: Any = self._tensors[map_.which]
                     args[map_.position] = map_.at(starts[map_.which] + map_.offset, tensor)
@@ -117,66 +144,76 @@ class Call:
         """Return a launch as a pattern for others; None if something in it is of this call alone."""
         if compiled is None:  # it went through Triton
             return None
-        addresses, maps, position, encodings = [], [], 0, iter(compiled.encodings)
+        maps, position, encodings = [], 0, iter(compiled.encodings)
         for arg in args:
-            tensor = arg.tensor if type(arg) is Descriptor else arg
-            if isinstance(tensor, torch.Tensor):
-                address = tensor.data_ptr()
-                place = self._place(address)
+            if type(arg) is Descriptor:
+                place, encoding = self._place(arg.tensor), next(encodings)
                 if place is None:
                     return None
-                if tensor is arg:
-                    addresses.append((position, *place))
-                    position += 1
-                else:
-                    encoding = next(encodings)
-                    maps.append(_Map(position, *place, tuple(arg)[1:], encoding, {}))
-                    position += len(launcher.tensor_map(arg, encoding))
-            elif holds_tensor(arg):
-                return None
+                maps.append(_Map(position, *place, tuple(arg)[1:], encoding, {}))
+                position += len(launcher.tensor_map(arg, encoding))
             else:
                 position += 1
-        pattern = list(final)
-        for position in (*(a[0] for a in addresses), *(m.position for m in maps)):
-            pattern[position] = None  # or these tensors would stay alive
-        return _Launch(compiled, programs, pattern, addresses, maps)
+        pattern = self._pattern(final)
+        return None if pattern is None else _Launch(compiled, programs, pattern, maps)
 
-    def _place(self, address: int) -> tuple[int, int] | None:
-        """Return which tensor an address is in and how far from its start; None if that is not the only one."""
-        starts = [i for i, start in enumerate(self._starts) if start == address]
-        if len(starts) == 1:
-            return starts[0], 0
-        inside = [
-            i
-            for i, t in enumerate(self._tensors)
-            if t is not None and t.data_ptr() <= address < t.data_ptr() + _extent(t)
-        ]
+    def _pattern(self, values: Sequence) -> _Pattern | None:
+        """Return arguments without their tensors, which would stay alive; None if one has no place."""
+        items, addresses, tuples = list(values), [], []
+        for position, item in enumerate(values):
+            if isinstance(item, torch.Tensor):
+                place = self._place(item)
+                if place is None:
+                    return None
+                addresses.append((position, *place))
+                items[position] = None
+            elif isinstance(item, tuple):
+                pattern = self._pattern(item)
+                if pattern is None:
+                    return None
+                if pattern.addresses or pattern.tuples:
+                    tuples.append((position, pattern))
+                    items[position] = None
+        return _Pattern(items, addresses, tuples)
+
+    def _place(self, t: torch.Tensor) -> tuple[int, int] | None:
+        """Return which tensor of the call ``t`` is, or else lies in, and how far from its start; None if unknown.
+
+        Of several at one address any will do: they are at one address in every call like this.
+        """
+        address, inside = t.data_ptr(), []
+        for i, (other, start) in enumerate(zip(self._tensors, self._starts, strict=True)):
+            if other is not None and start == address and other.dtype == t.dtype:
+                return i, 0
+            if other is not None and start <= address < start + _extent(other):
+                inside.append(i)
         return (inside[0], address - self._starts[inside[0]]) if len(inside) == 1 else None
 
 
-def options(name: str, device: torch.device, mask: Mask, rest: tuple, *absent: Any) -> tuple | None:
-    """Return a ``Call``'s options, or None where launches may not be repeated.
+def _take_apart(values: tuple, key: list, tensors: list) -> None:
+    """Append the tensors in nested tuples, masks and scores to ``tensors``, and all that is left of these to ``key``.
 
-    They may where they go through the direct launch, none of ``absent`` (scores, packed lengths, ...) is given, and the
-    mask consists of functions and numbers.
+    Numbers come with their types, because 2 == 2.0 and kernels are compiled for one of them; and 0.0 == -0.0.
     """
-    if any(x is not None for x in absent) or mask.key_range is None or holds_tensor(mask.args):
-        return None
-    if not launcher.has_copy_engine(device):
-        return None
-    return name, mask.predicate, mask.key_range, mask.query_range, mask.args, _kinds(mask.args), *rest
-
-
-def holds_tensor(arg: Any) -> bool:
-    """Return whether a tensor is somewhere in nested tuples and masks."""
-    arg = arg.args if isinstance(arg, Mask) else arg
-    return isinstance(arg, torch.Tensor) or (isinstance(arg, tuple) and any(map(holds_tensor, arg)))
-
-
-def _kinds(args: Any) -> Any:
-    """Return the types in nested tuples and masks, because 2 == 2.0 and kernels are compiled for one of them."""
-    args = args.args if isinstance(args, Mask) else args
-    return tuple(map(_kinds, args)) if isinstance(args, tuple) else type(args)
+    for value in values:
+        kind, parts = type(value), value
+        if isinstance(value, torch.Tensor):
+            key.append(torch.Tensor)
+            tensors.append(value)
+            continue
+        if kind is Mask:
+            key += (value.predicate, value.key_range, value.query_range)
+            parts = value.args
+        elif kind is Score:
+            key += (value.forward, value.derivative, value.parts)
+            parts = value.args
+        elif kind is Seqlens:
+            parts = value[:4]  # without hints, of which no launch knows
+        elif not isinstance(value, tuple):
+            key += (kind, value or repr(value))
+            continue
+        key += (kind, len(parts))
+        _take_apart(parts, key, tensors)
 
 
 def _extent(t: torch.Tensor) -> int:

@@ -515,14 +515,15 @@ def forward(
     alike = seqlens is None and is_full(mask)  # all query tiles take the same time
     length = seqlen_q if seqlens is None else seqlen_q // max(1, seqlens.cu_seqlens_q.numel() - 1)  # on average
     short = length < SHORT_SEQUENCE and not is_full(mask)
-    if config.consumers == 3 and (not few_registers(score) or listed or short or replay.holds_tensor(mask.args)):
+    tables = next(mask.tensors(), None) is not None
+    if config.consumers == 3 and (not few_registers(score) or listed or short or tables):
         # Most scores and tables want registers that three consumers do not leave; tile lists are made for a power of
         # two of queries; in short sequences larger tiles lose more at the mask's edge than they gain elsewhere.
         config = two_consumers(config)
     queue = config.schedule == "queue" and not alike
     counter = schedule.counter_of(q.device) if queue else None
-    options = replay.options("hopper_forward", q.device, mask, (softmax_scale, seqlen_k, config), score, seqlens)
-    call = replay.Call(options, (q, k, v, o, lse, counter, sinks), q.device)
+    tensors = (q, k, v, o, lse, counter, sinks)
+    call = replay.Call("hopper_forward", q.device, tensors, mask, softmax_scale, seqlen_k, config, score, seqlens)
     if call.again():
         return o, lse
     entries = score_entries.tensor_of(score, softmax_scale)
