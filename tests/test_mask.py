@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flashtile import flash_attention, mask
 from flashtile.kernel.flash_attention_mock import blockwise_backward, blockwise_forward
 from flashtile.mask import Mask, causal, chunked, document, full, gather, key_padding, prefix, select, window
-from flashtile.mask.kinds import looks_back
+from flashtile.mask.kinds import looks_back, most_seen
 from flashtile.seqlen import Where
 from tests.conftest import INTERPRETED
 from tests.reference import Case, Result, assert_result_accurate, plain, reference
@@ -220,6 +220,20 @@ def test_which_masks_are_known_to_look_back() -> None:
         assert looks_back(value)
     for value in (full(), window(3, 1), window(3, -1), prefix(2) | causal(), ~causal(), causal(align="top_left")):
         assert not looks_back(value)
+
+
+@all_masks
+@all_lengths
+def test_no_query_sees_more_keys_than_said(value: Mask, seqlen_q: int, seqlen_k: int) -> None:
+    for where in places(seqlen_q, seqlen_k):
+        assert all(sum(row) <= most_seen(value) for row in visible(value, where))
+
+
+def test_how_many_keys_a_query_sees_at_most() -> None:
+    assert most_seen(window(3, 1)) == 5
+    assert most_seen(causal() & window(3, 0) & chunked(2)) == 2
+    assert most_seen(window(3, 0) | chunked(2)) == 6
+    assert min(map(most_seen, (causal(), full(), window(-1, 3), prefix(3) | causal(), ~window(1, 0)))) > 2**20
 
 
 def test_which_rows_are_known_exactly() -> None:

@@ -132,6 +132,17 @@ def looks_back(mask: Mask) -> bool:
     return mask.predicate is _causal_predicate or (mask.predicate is _window_predicate and mask.args[1] == 0)
 
 
+def most_seen(mask: Mask) -> int:
+    """Return a number of keys that no query of a mask sees more than, as far as windows and chunks tell."""
+    sign, masks = operands(mask)
+    if sign is not None:
+        counts = map(most_seen, masks)
+        return min(counts) if sign == "&" else min(sum(counts), EVERYTHING)
+    if mask.predicate is _window_predicate and None not in mask.args:
+        return max(sum(mask.args) + 1, 0)
+    return mask.args[0] if mask.predicate is _chunked_predicate else EVERYTHING
+
+
 def _bound(name: str, value: Any) -> int:
     value = _integer(name, value, -1, "a number of keys, or -1 for no bound")
     return -1 if value >= EVERYTHING else value

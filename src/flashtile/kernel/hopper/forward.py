@@ -40,6 +40,7 @@ from flashtile.kernel.hopper.hiding import hide
 from flashtile.kernel.layout import empty_in_order_of
 from flashtile.kernel.tile_lists import key_tiles, nth_tile
 from flashtile.mask import Mask, full
+from flashtile.mask.kinds import most_seen
 from flashtile.mask.value import is_full
 from flashtile.score import Score, few_registers, for_scale
 from flashtile.seqlen import Seqlens, Where
@@ -102,8 +103,8 @@ def _where(at, num_sequences, SIZES: gl.constexpr):
 
 # How many key tiles of a query tile are left to copy when the next query tile is asked for; in a short walk, all.
 DRAW_AHEAD, SHORT_WALK = gl.constexpr(3), gl.constexpr(8)
-# Below so many queries two consumers beat three under a mask. Causal, head_dim 64, against three: 1.29 at 512, 1.15 at
-# 1,024, 0.99 at 2,048.
+# Below so many keys to see two consumers beat three under a mask. Causal, head_dim 64, against three: 1.29 at 512, 1.15
+# at 1,024, 0.99 at 2,048; a window in 16k: 1.43 with 256 keys, 1.08 with 1,024, 0.98 with 2,048.
 SHORT_SEQUENCE = 2048
 
 
@@ -514,7 +515,7 @@ def forward(
     listed = mask.key_range is None and seqlens is None
     alike = seqlens is None and is_full(mask)  # all query tiles take the same time
     length = seqlen_q if seqlens is None else seqlen_q // max(1, seqlens.cu_seqlens_q.numel() - 1)  # on average
-    short = length < SHORT_SEQUENCE and not is_full(mask)
+    short = min(length, most_seen(mask)) < SHORT_SEQUENCE and not is_full(mask)
     tables = next(mask.tensors(), None) is not None
     if config.consumers == 3 and (not few_registers(score) or listed or short or tables):
         # Most scores and tables want registers that three consumers do not leave; tile lists are made for a power of
