@@ -391,7 +391,7 @@ def test_notes_keep_no_tensor_alive(run, options, launches, monkeypatch):
     t = tensors(**shape_for(given))
     run(t, **given)
     results = run(t, **given)
-    assert replay._calls
+    assert all(replay._calls.values())
     gone = [weakref.ref(x) for x in (t | results | named_in(given)).values()]
     launches.made.clear()
     del given, t, results
@@ -453,13 +453,28 @@ def test_a_profiler_sees_every_launch(launches, monkeypatch):
     assert not was_again(launches, monkeypatch, run_forward, t)
 
 
+def test_a_call_is_noted_when_it_comes_again(launches, monkeypatch):
+    """Noting takes time: not for the first of a kind, nor for more kinds than are remembered."""
+    monkeypatch.setattr(replay, "_MOST_REMEMBERED", 2)
+    for n in (64, 65):
+        run_forward(tensors(n))
+        assert not any(replay._calls.values())
+    run_forward(tensors(65))
+    assert list(map(len, replay._calls.values())) == [0, 1]
+    run_forward(tensors(66))
+    assert list(map(len, replay._calls.values())) == [0]
+
+
 def is_noted(launch, monkeypatch):
     monkeypatch.setattr(launcher, "has_copy_engine", lambda device: True)
     monkeypatch.setattr(replay, "_calls", {})
     call = replay.Call("test", torch.device("cpu"), (HERE,), mask.full())
     with call.noted():
-        launcher._thread.made.append(launch)
-    return bool(replay._calls)
+        pass
+    assert not any(replay._calls.values())
+    with call.noted():
+        launcher._thread.made += [(COMPILED, 1, (HERE,), [HERE]), launch]
+    return any(replay._calls.values())
 
 
 HERE, ELSEWHERE, COMPILED = torch.zeros(4), torch.zeros(4), SimpleNamespace(encodings=[{}])

@@ -21,7 +21,7 @@ from flashtile.score import Score
 from flashtile.seqlen import Seqlens
 
 _MOST_REMEMBERED = 1024  # kinds of calls, and addresses of each descriptor
-_calls: dict[tuple, list[_Launch]] = {}
+_calls: dict[tuple, list[_Launch]] = {}  # without launches: such a call was there once
 
 
 class _Map(NamedTuple):
@@ -109,7 +109,7 @@ class Call:
     def again(self) -> bool:
         """Make the launches of an earlier call again; return False, and launch nothing, if they are not known."""
         known = None if self._key is None else _calls.get(self._key)
-        if known is None or launcher.hooked():
+        if not known or launcher.hooked():
             return False
         starts = self._starts
         with on_device(self._device):
@@ -128,16 +128,23 @@ class Call:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the launches that are made inside."""
+        """Note the launches that are made inside, if such a call was there before.
+
+        Noting takes longer than launching, and a call with another number of packed sequences may never come again.
+        """
         if self._key is None:
+            yield
+            return
+        if self._key not in _calls:
+            if len(_calls) >= _MOST_REMEMBERED:
+                _calls.clear()
+            _calls[self._key] = []
             yield
             return
         with launcher.watched() as made:
             yield
         launches = [self._described(*launch) for launch in made]
-        if launches and None not in launches:
-            if len(_calls) >= _MOST_REMEMBERED:
-                _calls.clear()
+        if None not in launches:
             _calls[self._key] = launches  # pyright: ignore[reportArgumentType]
 
     def _described(self, compiled: Any, programs: int, args: tuple, final: list) -> _Launch | None:
@@ -181,13 +188,17 @@ class Call:
 
         Of several at one address any will do: they are at one address in every call like this.
         """
-        address, inside = t.data_ptr(), []
-        for i, (other, start) in enumerate(zip(self._tensors, self._starts, strict=True)):
-            if other is not None and start == address and other.dtype == t.dtype:
+        address = t.data_ptr()
+        known = [(i, start, other) for i, (start, other) in enumerate(zip(self._starts, self._tensors, strict=True))]
+        for i, start, other in known:
+            if start == address and other is not None and other.dtype == t.dtype:
                 return i, 0
-            if other is not None and start <= address < start + _extent(other):
-                inside.append(i)
-        return (inside[0], address - self._starts[inside[0]]) if len(inside) == 1 else None
+        inside = [
+            (i, address - start)
+            for i, start, other in known
+            if other is not None and start <= address < start + _extent(other)
+        ]
+        return inside[0] if len(inside) == 1 else None
 
 
 def _take_apart(values: tuple, key: list, tensors: list) -> None:
