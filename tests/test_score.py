@@ -68,7 +68,6 @@ def test_parts_make_the_same_logits(name, unit, looks_back, monkeypatch):
     score = SCORES[name](*SIZES)
     score = score.with_tensors(tuple(t.double() if t.is_floating_point() else t for t in score.tensors()))
     monkeypatch.setattr(score_value, "jitted", lambda fn, rough=False: fn)
-    monkeypatch.setattr(score_value, "provide_gluon", lambda: None)
     parts = score.parts_on_device(False, looks_back)
     batch, heads, seqlen_q, seqlen_k = SIZES
     q_idx, k_idx = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)

@@ -54,6 +54,10 @@ def jitted(fn: Callable, rough: bool = False) -> Any:
     scope = {"tl": triton.language, **fn.__globals__}
     # The interpreter insists on seeing triton.language among the globals of every function that it runs.
     scope["_triton_language"] = triton.language
+    if text.is_own(fn) and "gl" in _globals_read(fn):  # in a branch that only kernels in Gluon take
+        from triton.experimental.gluon import language
+
+        scope["gl"] = language
     for name in _globals_read(fn):
         if name in WHEN_INTERPRETED and name not in scope and knobs.runtime.interpret:
             scope[name] = WHEN_INTERPRETED[name]  # Python's own ask a tensor for a single truth value

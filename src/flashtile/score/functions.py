@@ -14,7 +14,7 @@ from torch import Tensor
 from flashtile.seqlen import ON_DEVICE, ROUGH_ON_DEVICE, WHEN_COMPILED, Where, select
 
 if TYPE_CHECKING:
-    # In the device forms only, where ``jitted`` and ``provide_gluon`` provide them.
+    # In the device forms only, where ``jitted`` provides them.
     import triton.language as tl
     from triton.experimental.gluon import language as gl
 
@@ -98,13 +98,6 @@ def _in_pairs(x: Any, k_idx: Any) -> bool:
 def _in_pairs_when_compiled(x, k_idx):
     shape = [int(n) for n in x.shape]
     return len(shape) == 2 and min(shape) > 1 == int(k_idx.shape[0]) and getattr(k_idx.type, "layout", None) is not None
-
-
-def provide_gluon() -> None:
-    """Give the device forms ``gl``, as ``jitted`` gives them ``tl``: kernels in Gluon call them too."""
-    from triton.experimental.gluon import language
-
-    globals().setdefault("gl", language)
 
 
 def _layout(index: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile.mask import jitted
 from flashtile.mask.value import checked_function
-from flashtile.score.functions import Entries, provide_gluon
+from flashtile.score.functions import Entries
 
 
 class DeviceScore(NamedTuple):
@@ -149,7 +149,6 @@ class Score:
 
         ``looks_back`` says whether the mask shows no query a key after it.
         """
-        provide_gluon()
         if self.forward is _then_forward:
             parts, args = _THEN, tuple(score.parts_on_device(rough, looks_back) for score in self.args)
         elif self.parts is None:
@@ -367,10 +366,12 @@ def _then_beside(where, q_idx, k_idx, args):
 
 def _next_beside(where, q_idx, k_idx, beside, args):
     """Return what the next score has beside: it is the chain's if the first one has nothing, else it is read now."""
-    if args[0].beside(where, q_idx, k_idx, args[0].args) is None:
-        return beside
-    else:
+    if args[0].beside(where, q_idx, k_idx, args[0].args) is not None:
         return args[1].beside(where, q_idx, k_idx, args[1].args)
+    elif beside is not None:
+        return beside
+    else:  # Triton takes None itself for a tensor
+        return nothing_beside(where, q_idx, k_idx, args)
 
 
 def _then_scaled(where, q_idx, k_idx, s, beside, unit, args):

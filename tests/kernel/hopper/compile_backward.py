@@ -32,6 +32,7 @@ SCORES = {
     "": lambda: None,
     "softcap": lambda: score.softcap(3.0),
     "alibi": lambda: score.alibi(torch.rand(4)),
+    "softcap, alibi": lambda: score.softcap(3.0).then(score.alibi(torch.rand(4))),
     "own": lambda: score.Score.of(floors_of_logits, one, (3,)),
     "bias": lambda: score.bias(torch.rand(300, 301)[:, :300]),  # its rows are nothing for the copy engine
     "bf16 bias": lambda: _bias(4, 300, 304, dtype=torch.bfloat16),
@@ -66,6 +67,8 @@ def run(job: Job) -> dict[str, Any]:
     starts = torch.tensor([0, 100, 300], dtype=torch.int32)
     seqlens = Seqlens(starts, starts) if job.packed else None
     config = launch.lookup_hopper("hopper_backward", job.head_dim, job.head_dim_v, dtype)
+    if job.score:
+        SCORES[job.score]().on_device(True)  # as where the portable kernels have been used before
     try:
         launched = offline.gluon_launches(
             lambda: hopper.backward(

@@ -31,6 +31,7 @@ SCORES = {
     "softcap": lambda: score.softcap(30.0),
     "alibi": lambda: score.alibi(torch.ones(4)),
     "bias": lambda: score.bias(torch.zeros(2, 4, LENGTH, LENGTH)),
+    "softcap, alibi": lambda: score.softcap(30.0).then(score.alibi(torch.ones(4))),
     "own": lambda: score.Score.of(floors_of_logits, one, (3,)),
     "bf16 bias": lambda: _bf16_bias(2, 4, LENGTH, LENGTH),
     "bias, softcap": lambda: _bf16_bias(1, LENGTH, LENGTH).then(score.softcap(30.0)),
@@ -64,6 +65,8 @@ def launched(job: Job) -> Any:
     k, v = (torch.empty(batch, 2, LENGTH, columns, dtype=dtype) for columns in (job.head_dim, job.head_dim_v))
     table = torch.empty(8, dtype=torch.int32)
     lists = tile_lists.TileLists(table, table, 2, 8, 16)  # which a kernel makes that cannot run here
+    if job.score:
+        SCORES[job.score]().on_device(True)  # as where the portable kernels have been used before
     with mock.patch.object(tile_lists, "tile_lists", return_value=lists):
         return offline.gluon_launches(
             lambda: forward(

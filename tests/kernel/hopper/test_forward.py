@@ -41,7 +41,7 @@ SWEEP = (
     *(job(64, mask="full", score=score) for score in ("softcap", "alibi")),  # three consumers
     *(job(d, score="bf16 bias") for d in (64, 96, 128, 192, 256)),
     job(128, score="bf16 bias", packed=True, dtype="fp16"),
-    *(job(128, score=score) for score in ("bias, softcap", "bias of odd rows", "bias of keys")),
+    *(job(128, score=score) for score in ("softcap, alibi", "bias, softcap", "bias of odd rows", "bias of keys")),
     job(128, sinks=True), job(80), job(64, 128), job(128, schedule="grid"),
 )  # fmt: skip
 # Instructions that move registers to memory and back, of all roles, with room for another compiler.
