@@ -112,13 +112,28 @@ def test_sources_say_nothing_about_somebodys_machine():
         assert not found, f"{path.relative_to(ROOT)} contains {found[0]!r}" if found else ""
 
 
-def test_speed_in_the_readme_is_the_measured_one():
-    summary = json.loads((ROOT / "docs/results/h200_performance24.json").read_text())["summary"]
+@pytest.mark.parametrize(("file", "kernels"), [("h200_hopper", "kernels for Hopper"),
+                                              ("h200_performance24", "portable kernels")])  # fmt: skip
+def test_speed_in_the_readme_is_the_measured_one(file, kernels):
+    summary = json.loads((ROOT / f"docs/results/{file}.json").read_text())["summary"]
+    text = (ROOT / "README.md").read_text()
     for mode in ("forward", "backward"):
         measured = summary[mode]["flashtile"]
         numbers = (measured[name] for name in ("vs_fa2", "vs_fa2_lowest", "vs_best_peer"))
-        row = f"| {mode} | " + " | ".join(f"{number:.2f}" for number in numbers) + " |"
-        assert row in (ROOT / "README.md").read_text(), f"the README's table wants the row {row}"
+        row = f"| {kernels}, {mode} | " + " | ".join(f"{number:.2f}" for number in numbers) + " |"
+        assert row in text, f"the README's table wants the row {row}"
+    if file == "h200_hopper":
+        assert f"over {measured['measured']} of the 24 shapes" in text
+        assert f"head_dim 256: {summary['forward']['flashtile']['vs_best_peer_lowest']:.2f}." in text
+
+
+def test_the_language_model_in_the_benchmarks_is_the_measured_one():
+    result = json.loads((ROOT / "docs/results/training/h200_gpt2_124m.json").read_text())
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    assert f"commit {result['commit']}," in text
+    for name, run in result["runs"].items():
+        loss, apart = run["val"][-1]["val_loss"], run["max_loss_difference"]
+        assert f"| `{name}` | {run['tokens_per_second']:,.0f} | {loss:.4f} | {apart:.4f} |" in text
 
 
 def test_speed_of_the_hopper_kernels_in_the_readme_is_the_measured_one():

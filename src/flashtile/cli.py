@@ -185,14 +185,17 @@ def compare(
     preset: Literal["demo", "gpt2-124m"] = "gpt2-124m",
     steps: int | None = None,
     data: Path | None = None,
+    context: int | None = None,
     compile: bool = False,
     overwrite: bool = False,
+    commit: str = "",
 ) -> None:
     """Train one model per attention setting, from the same weights on the same batches, and compare loss and speed.
 
     Examples:
       flashtile compare                                     (GPT-2 124M; wants a GPU)
       flashtile compare flash naive --preset demo --steps 50
+      flashtile compare flash sdpa --context 8192 --compile
 
     Args:
         settings: Who computes attention: flashtile, its portable GPU kernels, the readable dense module, torch.
@@ -200,8 +203,10 @@ def compare(
         preset: Model and training configuration.
         steps: Optimizer steps; None means the preset's.
         data: Text file or folder to learn; None means the Python standard library's sources.
+        context: Tokens per sequence, of as many fewer sequences per step; None means the preset's.
         compile: Run the models through torch.compile.
         overwrite: Start afresh although out_dir holds a comparison.
+        commit: Commit to write into the result where the source tree has no git.
     """
     _share_the_cores()
     from dataclasses import replace
@@ -212,8 +217,14 @@ def compare(
 
     model, training = PRESETS[preset]
     training = replace(training, compile=compile, steps=training.steps if steps is None else steps)
+    if context is not None:
+        if context < 1:
+            raise ValueError(f"context is {context}, but wants 1 token per sequence at least")
+        tokens = training.batch_size * model.context_length
+        training = replace(training, batch_size=max(1, tokens // context))
+        model = replace(model, context_length=context)
     try:
-        compare_attention(settings, model, training, out_dir, data=data, overwrite=overwrite)
+        compare_attention(settings, model, training, out_dir, data=data, overwrite=overwrite, commit=commit)
     except RunExistsError as error:
         raise FileExistsError(
             f"{out_dir} holds a comparison: start afresh (--overwrite) or choose another --out-dir"

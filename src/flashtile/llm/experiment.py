@@ -34,6 +34,7 @@ def compare_attention(
     *,
     data: Path | str | None = None,
     overwrite: bool = False,
+    commit: str = "",
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Train one model per setting from the same weights on the same batches; write `comparison.{json,png,svg}`.
@@ -43,6 +44,7 @@ def compare_attention(
         out_dir: gets the results and a folder per run.
         data: as for `train`; tokenized once.
         overwrite: start afresh although `out_dir` holds a comparison.
+        commit: what to write into the result where the source tree has no git.
 
     Returns:
         what `comparison.json` holds: the configs, device, versions, commit, date, and per setting the loss of every
@@ -74,12 +76,13 @@ def compare_attention(
     runs: dict[str, dict[str, Any]] = {}
     result = {
         **provenance(device),
+        **({"commit": commit} if commit else {}),
         "data": {"name": dataset.name, "key": dataset.key, "train_tokens": len(dataset.train)},
         "model_config": asdict(model_config),
         "training_config": asdict(training_config),
         "runs": runs,
     }
-    title = f"{device_name(device)}, {', '.join(settings)}: same weights, same batches"
+    title = f"{device_name(device)}, same weights, same batches"
     for setting in settings:
         console.rule(f"attention {setting!r}")
         if device.type == "cuda":

@@ -13,18 +13,29 @@ from flashtile.llm.metrics import History
 
 
 def plot_loss(histories: Mapping[str, History], path: Path | str, title: str = "") -> Path:
-    """Draw training losses as lines and validation losses as points, one colour per run, into a PNG or SVG file."""
+    """Draw training losses as lines and validation losses as points, one colour per run, into a PNG or SVG file.
+
+    Later runs are drawn thinner, so that equal curves show, one on the other.
+    """
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for index, (name, history) in enumerate(histories.items()):
         color = f"C{index}"
+        thickness = 1.4 * (len(histories) - index)
         steps = [row["step"] for row in history.train]
         axes.plot(steps, history.losses, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, _smooth(history.losses), color=color, linewidth=1.6, label=f"{name}, training")
+        axes.plot(steps, _smooth(history.losses), color=color, linewidth=thickness, label=f"{name}, training")
         if history.val:
             val_steps = [row["step"] for row in history.val]
-            axes.plot(val_steps, history.val_losses, "o", color=color, markersize=4, label=f"{name}, validation")
+            axes.plot(
+                val_steps,
+                history.val_losses,
+                "o",
+                color=color,
+                markersize=2 + 2 * thickness,
+                label=f"{name}, validation",
+            )
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.25)
     axes.legend()
