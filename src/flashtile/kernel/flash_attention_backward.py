@@ -250,9 +250,9 @@ def backward(
     row_stride = launch.ceil_div(scratch_length, 16) * 16
     scratch = torch.empty((2, batch * num_heads_q, row_stride), dtype=torch.float32, device=q.device)
     dlse = None if dlse is None else dlse.contiguous()
-    tensors = (do, q, k, v, o, lse, dlse, dq, dk, dv, scratch)
+    tensors, fresh = (do, q, k, v, o, lse, dlse), (dq, dk, dv, scratch)
     rest = (softmax_scale, config_dq, config_dkdv)
-    call = replay.Call("backward", q.device, tensors, mask, *rest, score, dropout, seqlens)
+    call = replay.Call("backward", q.device, tensors, mask, *rest, score, dropout, seqlens, fresh=fresh)
     if call.again():
         return dq, dk, dv
     lse_log2, delta = scratch

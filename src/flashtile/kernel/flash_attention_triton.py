@@ -167,8 +167,8 @@ def forward(
         return o, lse
     kernel = "forward" if dropout is None else "forward_dropout"
     config = config or launch.lookup(kernel, launch.arch_of(q.device), head_dim, head_dim_v, q.dtype)
-    tensors = (q, k, v, o, lse, max_logits, sinks)
-    call = replay.Call("forward", q.device, tensors, mask, softmax_scale, config, score, dropout, seqlens)
+    options = (softmax_scale, config, score, dropout, seqlens)
+    call = replay.Call("forward", q.device, (q, k, v, max_logits, sinks), mask, *options, fresh=(o, lse))
     if call.again():
         return o, lse
     q_src, q_strides = launcher.operand(q, config.block_m)

@@ -83,12 +83,19 @@ class Call:
 
     Launches may depend on nothing but what is given here: ``tensors`` that kernels read or write (None where there is
     none), the mask, and ``options``: numbers, configurations, scores, packed lengths, dropout; tensors are looked for
-    in them too. Nothing is noted where there is no direct launch, nor under a mask without ranges, whose tile lists are
-    made for each call.
+    in them too. ``fresh`` are tensors that the call has just allocated; their shapes and strides follow from the rest.
+    Nothing is noted where there is no direct launch, nor under a mask without ranges, whose tile lists are made for
+    each call.
     """
 
     def __init__(
-        self, name: str, device: torch.device, tensors: Sequence[torch.Tensor | None], mask: Mask, *options: Any
+        self,
+        name: str,
+        device: torch.device,
+        tensors: Sequence[torch.Tensor | None],
+        mask: Mask,
+        *options: Any,
+        fresh: Sequence[torch.Tensor | None] = (),
     ) -> None:
         self._device, self._key = device, None
         self._tensors, self._starts = list(tensors), []
@@ -104,6 +111,11 @@ class Call:
                 key.append(None)
             else:
                 key += (start & 15, numbers.setdefault(start, len(numbers)), t.dtype, t.shape, t.stride())
+        self._tensors += fresh
+        for t in fresh:
+            start = 0 if t is None else t.data_ptr()
+            self._starts.append(start)
+            key.append(None if t is None else start & 15)
         self._key = tuple(key)
 
     def again(self) -> bool:
@@ -207,6 +219,9 @@ def _take_apart(values: tuple, key: list, tensors: list) -> None:
     Numbers come with their types, because 2 == 2.0 and kernels are compiled for one of them; and 0.0 == -0.0.
     """
     for value in values:
+        if value is None:
+            key.append(None)
+            continue
         kind, parts = type(value), value
         if isinstance(value, torch.Tensor):
             key.append(torch.Tensor)

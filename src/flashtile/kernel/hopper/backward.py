@@ -246,9 +246,9 @@ def backward(
     scratch = torch.empty(sum(lengths), dtype=torch.float32, device=q.device)
     counter = schedule.counter_of(q.device)
     dlse = None if dlse is None else dlse.contiguous()
-    tensors = (do, q, k, v, o, lse, dlse, dq, dk, dv, scratch, counter)
+    tensors, fresh = (do, q, k, v, o, lse, dlse), (dq, dk, dv, scratch, counter)
     rest = (softmax_scale, deterministic, config)
-    call = replay.Call("hopper_backward", q.device, tensors, mask, *rest, score, seqlens)
+    call = replay.Call("hopper_backward", q.device, tensors, mask, *rest, score, seqlens, fresh=fresh)
     if call.again():
         return dq, dk, dv
     lse_log2, delta, dq_sum, turns = scratch.split(lengths)

@@ -511,9 +511,14 @@ def forward(
     if seqlen_k == 0:  # nothing to describe to the copy engine, and nothing that a mask could leave
         k, v = (k.new_zeros(batch, num_heads_kv, 1, columns) for columns in (head_dim, head_dim_v))
         mask = full()
+    alike = seqlens is None and is_full(mask)  # all query tiles take the same time
+    counter = None if alike else schedule.counter_of(q.device)
+    options = (softmax_scale, seqlen_k, config, score, seqlens)
+    call = replay.Call("hopper_forward", q.device, (q, k, v, sinks), mask, *options, fresh=(o, lse, counter))
+    if call.again():
+        return o, lse
     config = config or launch.lookup_hopper("hopper_forward", head_dim, head_dim_v, q.dtype)
     listed = mask.key_range is None and seqlens is None
-    alike = seqlens is None and is_full(mask)  # all query tiles take the same time
     length = seqlen_q if seqlens is None else seqlen_q // max(1, seqlens.cu_seqlens_q.numel() - 1)  # on average
     short = min(length, most_seen(mask)) < SHORT_SEQUENCE and not is_full(mask)
     tables = next(mask.tensors(), None) is not None
@@ -522,11 +527,6 @@ def forward(
         # two of queries; in short sequences larger tiles lose more at the mask's edge than they gain elsewhere.
         config = two_consumers(config)
     queue = config.schedule == "queue" and not alike
-    counter = schedule.counter_of(q.device) if queue else None
-    tensors = (q, k, v, o, lse, counter, sinks)
-    call = replay.Call("hopper_forward", q.device, tensors, mask, softmax_scale, seqlen_k, config, score, seqlens)
-    if call.again():
-        return o, lse
     entries = score_entries.tensor_of(score, softmax_scale)
     SIZES = sizes(chunks_of(head_dim), chunks_of(head_dim_v), config, queue, seqlens is not None, score is not None,
                   entries.itemsize if entries is not None else 0)  # fmt: skip
@@ -537,7 +537,7 @@ def forward(
     if not alike:
         section = schedule.heads_per_section(batch, num_heads_q, num_heads_kv, seqlen_k * (head_dim + head_dim_v) * 2)
     args = (
-        *operands(q, k, v, o, SIZES), lse, counter, sinks,
+        *operands(q, k, v, o, SIZES), lse, counter if queue else None, sinks,
         seqlen_q, num_heads_q, num_heads_q // num_heads_kv, seqlen_q, seqlen_k, num_sequences, num_tiles,
         section, softmax_scale, packed, device_mask, launcher.score_in_parts(score, q, k, mask, softmax_scale),
         score_entries.described(entries, ROWS.value, SIZES.block_n.value, SIZES.entries_buffers.value), tiles,
