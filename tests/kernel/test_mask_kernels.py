@@ -80,6 +80,8 @@ MASKS = [
     mask.key_padding([17, 45]),
     mask.document(IDS),
     mask.document(IDS) & mask.causal() & mask.window(5, 0),
+    mask.document(IDS).without_ranges(),
+    mask.document(IDS) & mask.causal().without_ranges(),
     mask.document(torch.tensor([2, 0, 1] * 15)),
     mask.block_sparse(torch.eye(3).bool() | (torch.arange(3) == 0), 16, 16),
     mask.block_sparse((torch.arange(24).reshape(2, 1, 4, 3) % 5 > 1), 12, 17),

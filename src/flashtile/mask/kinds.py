@@ -138,9 +138,9 @@ def most_seen(mask: Mask) -> int:
     if sign is not None:
         counts = map(most_seen, masks)
         return min(counts) if sign == "&" else min(sum(counts), EVERYTHING)
-    if mask.predicate is _window_predicate and None not in mask.args:
-        return max(sum(mask.args) + 1, 0)
-    return mask.args[0] if mask.predicate is _chunked_predicate else EVERYTHING
+    if mask.predicate not in (_window_predicate, _chunked_predicate) or not all(type(n) is int for n in mask.args):
+        return EVERYTHING
+    return max(sum(mask.args) + 1, 0) if mask.predicate is _window_predicate else mask.args[0]
 
 
 def _bound(name: str, value: Any) -> int:
@@ -222,10 +222,8 @@ def _first_keys_mask(name: str, lengths: Any) -> Mask:
         length = min(_integer("lengths", lengths, 0, "a number of keys"), EVERYTHING)
         return Mask(f"{name}({length})", *functions, (None, length))
     table = _integers("lengths", lengths, (1,))
-    batch = table.shape[0]
-    return Mask(
-        f"{name}(lengths of {batch})", *functions, (_readable(table), max(batch, 1)), ((batch, 1), None, None, None)
-    )
+    batch, name = table.shape[0], f"{name}(lengths of {_shape(table)})"
+    return Mask(name, *functions, (_readable(table), max(batch, 1)), ((batch, 1), None, None, None))
 
 
 # --- documents --------------------------------------------------------------------------------------------------------
@@ -340,10 +338,16 @@ def _documents_are_in_one_piece(args):
     return gather(args[8], 0, 1) != 0
 
 
-EXACT[_document_predicate] = _documents_are_in_one_piece
-for _predicate in (full_predicate, _causal_predicate, _top_left_predicate, _window_predicate, _chunked_predicate,
-                   _first_keys_predicate):  # fmt: skip
-    EXACT[_predicate] = always
+EXACT[_document_predicate, _document_key_range, _document_query_range] = _documents_are_in_one_piece
+for _functions in (
+    (full_predicate, _full_key_range, _full_query_range),
+    (_causal_predicate, _causal_key_range, _causal_query_range),
+    (_top_left_predicate, _top_left_key_range, _top_left_query_range),
+    (_window_predicate, _window_key_range, _window_query_range),
+    (_chunked_predicate, _chunked_key_range, _chunked_query_range),
+    (_first_keys_predicate, _first_keys_key_range, _first_keys_query_range),
+):
+    EXACT[_functions] = always
 
 # --- blocks and dense tensors -----------------------------------------------------------------------------------------
 
@@ -361,7 +365,8 @@ def block_sparse(block_map: Tensor, block_q: int, block_k: int) -> Mask:
     """
     block_q = _integer("block_q", block_q, 1, "a number of queries")
     block_k = _integer("block_k", block_k, 1, "a number of keys")
-    name = f"block_sparse(block_map of {_shape(block_map)}, {block_q}, {block_k})"
+    blocks = "blocks" if torch.compiler.is_compiling() else f"{block_q}, {block_k}"
+    name = f"block_sparse(block_map of {_shape(block_map)}, {blocks})"
     return _blocks(name, "block_map", block_map, block_q, block_k)
 
 
@@ -421,4 +426,6 @@ def _integers(name: str, values: Any, dims: tuple[int, ...], keep_dtype: bool = 
 
 
 def _shape(t: Any) -> str:
+    if torch.compiler.is_compiling():  # it has no text for a size that varies, and compiles anew for another name
+        return "any shape"
     return " x ".join(str(n) for n in t.shape) if isinstance(t, Tensor) else type(t).__name__

@@ -6,7 +6,7 @@ import dis
 import functools
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -205,7 +205,9 @@ class Mask:
         """``exact(args)`` says whether the full range of a single query, and of a single key, is all that it sees."""
         sign, masks = operands(self)
         if sign is None:
-            return EXACT.get(self.predicate, never)
+            return EXACT.get((self.predicate, self.key_range, self.query_range), never)
+        if (self.key_range, self.query_range) != (_AND[1:] if sign == "&" else _OR[1:]):
+            return never
         kinds = [never if mask.exact is never else always if mask.exact is always else exact for mask in masks]
         return _BOTH_EXACT[tuple(kinds)] if sign == "&" and never not in kinds else never
 
@@ -250,6 +252,9 @@ class Mask:
         from flashtile.mask.picture import show
 
         return show(self, seqlen_q, seqlen_k, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # not what is cached for kernels
 
     def __and__(self, other: Mask) -> Mask:
         """A key is visible where both masks show it."""
@@ -343,7 +348,7 @@ def _second_is_exact(args):
     return args[1].exact(args[1].args)
 
 
-EXACT: dict[Callable, Callable] = {}  # by predicate
+EXACT: dict[tuple, Callable] = {}  # by predicate, key_range, query_range
 _BOTH_EXACT: dict[tuple, Callable] = {
     (always, always): always, (exact, always): _first_is_exact, (always, exact): _second_is_exact, (exact, exact): exact
 }  # fmt: skip
