@@ -531,3 +531,18 @@ def test_training_steps_keep_no_memory(compiled):
         projection.zero_grad(set_to_none=True)
         used.append(torch.cuda.memory_allocated())
     assert used[-1] - used[3] <= 2**20
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"return_lse": "yes"}, "return_lse is 'yes', but wants True or False"),
+        ({"return_lse": None}, "return_lse is None"),
+        ({"generator": "x"}, "generator is 'x', but wants a torch.Generator or None"),
+    ],
+    ids=["lse", "lse-none", "generator"],
+)
+def test_options_that_nothing_else_reads_are_checked(options, words):
+    q = torch.ones(1, 1, 3, 4)
+    with pytest.raises(TypeError, match=words):
+        flash_attention(q, q, q, **options)

@@ -375,7 +375,7 @@ def test_differentiable_twice(name):
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
 
     def call(q, k, v, sinks, *learned):
-        rebuilt = the_score and the_score.with_tensors(tuple(
+        rebuilt = None if the_score is None else the_score.with_tensors(tuple(
             t.reshape(old.shape) for t, old in zip(learned, the_score.tensors(), strict=True)))  # fmt: skip
         return flash_attention(q, k, v, is_causal=True, score=rebuilt, sinks=sinks, return_lse=True,
                                differentiable_twice=True)  # fmt: skip

@@ -1,9 +1,6 @@
 """Every mask: its ranges against its predicate, by brute force. A new mask joins by one entry in MASKS."""
 
-import copy
-import functools
 import itertools
-import pickle
 from typing import Any
 
 import hypothesis
@@ -550,40 +547,3 @@ def test_ranges_may_ask_numbers() -> None:
 def test_bad_arguments_are_named(make, error, words) -> None:
     with pytest.raises(error, match=words):
         make()
-
-
-@pytest.mark.parametrize(
-    "value", [causal(), document(torch.tensor([0, 0, 1])) & causal(), prefix([2, 3]) | window(2, 0)]
-)
-def test_a_mask_that_kernels_have_seen_can_be_copied_and_pickled(value) -> None:
-    pytest.importorskip("triton")
-    value.on_device()
-    for other in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
-        assert (other.name, other.predicate) == (value.name, value.predicate)
-        assert all(map(torch.equal, other.tensors(), value.tensors()))
-        assert other.on_device().predicate is value.on_device().predicate
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda n: (document, torch.arange(n) // 7),
-        lambda n: (lambda ids: document(ids) & causal(), (torch.arange(n) // 7).expand(2, n).contiguous()),
-        lambda n: (mask.dense, torch.ones(n, n) > 0),
-        lambda n: (lambda visible: visible, torch.ones(n, n) > 0),
-        lambda n: (lambda blocks: mask.block_sparse(blocks, 8, 8), torch.ones(-(-n // 8), -(-n // 8)) > 0),
-        lambda n: (prefix, torch.tensor([n // 2, n // 3])),
-    ],
-    ids=["document", "document-and", "dense", "tensor", "blocks", "prefix"],
-)
-def test_masks_made_inside_of_compiled_functions_at_any_length(make) -> None:
-    torch._dynamo.reset()
-
-    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
-    def attend(q: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return flash_attention(q, q, q, mask=make(1)[0](table))
-
-    for n in (40, 33, 50):
-        q = torch.randn(2, 2, n, 16)
-        of, table = make(n)
-        torch.testing.assert_close(attend(q, table), flash_attention(q, q, q, mask=of(table)))

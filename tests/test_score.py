@@ -1,11 +1,12 @@
 """Scores as values: derivatives, order, buckets, errors, and the gradients of the CPU path to their tensors."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from flashtile import mask
+from flashtile import flash_attention, mask
 from flashtile.kernel.flash_attention_cpu import backward, forward
 from flashtile.kernel.flash_attention_mock import dense_attention
 from flashtile.kernel.score_gradient_cpu import parameter_gradients
@@ -315,3 +316,25 @@ def test_slopes_get_the_gradient_of_the_dense_sum():
     (got,) = parameter_gradients(do, q, k, v, o, lse, None, needs=[True], **options)
     assert got is not None
     torch.testing.assert_close(got.flatten(), want, atol=1e-8, rtol=1e-6)
+
+
+def untyped(value) -> Any:
+    return value
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: softcap(untyped("3")), "softcap: cap is '3', but wants a positive finite number"),
+        (lambda: softcap(True), "softcap: cap is True"),
+        (lambda: bool(softcap(3.0)), "score softcap has no truth value: scores combine with then"),
+        (
+            lambda: flash_attention(*[torch.ones(1, 1, 3, 4)] * 3, score=softcap),
+            r"call it, as in score=softcap\(30.0\)",
+        ),
+    ],
+    ids=["text", "bool", "truth", "uncalled"],
+)
+def test_what_is_no_score_says_so(make, words):
+    with pytest.raises(TypeError, match=words):
+        make()

@@ -171,15 +171,18 @@ def flash_attention(
         or score is not None
         or sinks is not None
         or dropout_p != 0
+        or generator is not None
         or deterministic is not False
         or differentiable_twice is not False
         or return_max_logits is not False
     ):
         check_features.switches(deterministic=deterministic, differentiable_twice=differentiable_twice,
-                                return_max_logits=return_max_logits)  # fmt: skip
+                                return_lse=return_lse, return_max_logits=return_max_logits)  # fmt: skip
         options = _Options(is_causal, mask, score, softmax_scale, sinks, dropout_p, generator, backend, deterministic)
         found = _attend(q, k, v, options, None, differentiable_twice, return_max_logits)
         return _asked_for(*found, return_lse, return_max_logits)
+    if return_lse is not False:
+        check_features.switches(return_lse=return_lse)
     if _must_be_an_operator(q, k, v):
         o, lse = _operator(q, k, v, is_causal, softmax_scale, backend)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -319,7 +322,7 @@ def flash_attention_varlen(
     """
     check_features.packed_inputs(q, k, v)
     check_features.switches(deterministic=deterministic, differentiable_twice=differentiable_twice,
-                            return_max_logits=return_max_logits)  # fmt: skip
+                            return_lse=return_lse, return_max_logits=return_max_logits)  # fmt: skip
     seqlens = Seqlens(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     check_features.seqlens_fit(seqlens, max_seqlen_q, max_seqlen_k, q, k)
     seqlens = Seqlens(*(t if t is None or t.is_contiguous() else t.contiguous() for t in seqlens[:4]))

@@ -255,7 +255,7 @@ def _in_words(is_causal: bool, mask: Any, score: Any, sinks: Any, dropout_p: flo
     seen = "" if mask is None else f"a mask of {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"mask {mask.name}"
     parts = (
         seen and (f"{seen}, causal" if is_causal else seen),
-        score and f"score {score.name}",
+        score is not None and f"score {score.name}",
         "" if sinks is None else "sinks",
         f"dropout {dropout_p}" if dropout_p else "",
     )

@@ -97,6 +97,8 @@ def options(is_causal: Any, softmax_scale: Any) -> None:
         return
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"softmax_scale is {described(softmax_scale)}, but wants a float, or None for head_dim ** -0.5")
+    if torch.compiler.is_compiling():  # it may be made of a length that varies
+        return
     if isinstance(softmax_scale, (float, int)) and not math.isfinite(softmax_scale):
         raise ValueError(f"softmax_scale is {softmax_scale}, but wants a finite number, or None for head_dim ** -0.5")
 

@@ -45,7 +45,10 @@ def checked() -> Iterator[None]:
 def kinds(mask: Any, score: Any, sinks: Any) -> None:
     """Raise TypeError unless mask, score and sinks are None or of their kinds."""
     if mask is not None and not isinstance(mask, (Mask, Tensor)):
-        raise TypeError(f"mask is {described(mask)}, but wants a value of flashtile.mask, a torch.bool tensor or None")
+        more = "; call it, as in mask=causal()" if callable(mask) else ""
+        raise TypeError(
+            f"mask is {described(mask)}, but wants a value of flashtile.mask, a torch.bool tensor or None{more}"
+        )
     if isinstance(mask, Tensor) and mask.dtype is not torch.bool:
         raise TypeError(
             f"mask is a tensor of {mask.dtype}, but wants torch.bool, True where a query sees a key; what is added "
@@ -58,6 +61,7 @@ def kinds(mask: Any, score: Any, sinks: Any) -> None:
         )
     if score is not None and not isinstance(score, Score):
         more = "; flashtile.score.bias(tensor) adds a tensor to the logits" if isinstance(score, Tensor) else ""
+        more = "; call it, as in score=softcap(30.0)" if callable(score) else more
         raise TypeError(f"score is {described(score)}, but wants a value of flashtile.score or None{more}")
     if sinks is not None and not isinstance(sinks, Tensor):
         raise TypeError(f"sinks is {described(sinks)}, but wants a tensor of shape (heads_q,) or None")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -86,22 +85,25 @@ def _window_query_range(where, k_lo, k_hi, args):
                 k_lo - shift + args[0] + 1, k_hi - shift + args[0])  # fmt: skip
 
 
-@functools.cache
+_FULL = Mask("full", full_predicate, _full_key_range, _full_query_range)
+_CAUSAL = Mask("causal", _causal_predicate, _causal_key_range, _causal_query_range)
+_TOP_LEFT = Mask("causal(align='top_left')", _top_left_predicate, _top_left_key_range, _top_left_query_range)
+
+
 def full() -> Mask:
     """Every query sees every key."""
-    return Mask("full", full_predicate, _full_key_range, _full_query_range)
+    return _FULL
 
 
-@functools.cache
 def causal(align: str = "bottom_right") -> Mask:
     """Query i sees key j where ``j <= i + seqlen_k - seqlen_q``: the last query sees every key (bottom-right).
 
     With ``align="top_left"`` where ``j <= i``: the first query sees one key, as PyTorch's ``is_causal`` has it.
     """
     if align == "bottom_right":
-        return Mask("causal", _causal_predicate, _causal_key_range, _causal_query_range)
+        return _CAUSAL
     if align == "top_left":
-        return Mask("causal(align='top_left')", _top_left_predicate, _top_left_key_range, _top_left_query_range)
+        return _TOP_LEFT
     raise ValueError(f"align is {align!r}, but wants 'bottom_right' or 'top_left'")
 
 

@@ -94,6 +94,8 @@ def checked_function(name: str, fn: Any) -> Callable:
     ``name`` is the argument that it was given for, which says what its parameters are.
     """
     fn = getattr(fn, "fn", fn)  # what triton.jit was applied to
+    if torch.compiler.is_compiling():  # it cannot read a function's text; a call outside of it does
+        return fn
     if not isinstance(fn, types.FunctionType):
         raise TypeError(f"{name} is {fn!r}, but wants a Python function")
     if fn.__name__ == "<lambda>":
@@ -103,6 +105,12 @@ def checked_function(name: str, fn: Any) -> Callable:
         raise TypeError(f"{name} {fn.__name__} uses {free} of the function around it; pass what varies in args")
     for used in sorted(_globals_read(fn)):
         value = fn.__globals__.get(used)
+        home = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", None) or ""
+        if home.split(".")[0] in ("torch", "numpy") and not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"{name} {fn.__name__} uses {used} of {home}, which kernels do not have; it wants arithmetic, "
+                "comparisons, & | ^, and the functions of flashtile.mask and flashtile.score"
+            )
         if isinstance(value, (int, float, torch.Tensor)):
             raise TypeError(f"{name} {fn.__name__} reads the global {used}; write the number out or pass it in args")
     text.refuse(name, fn, _PARAMETERS.get(name, _OF_LOGITS))
@@ -256,17 +264,22 @@ class Mask:
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # not what is cached for kernels
 
+    def __bool__(self) -> bool:
+        raise TypeError(f"mask {self} has no truth value: masks combine with &, | and ~, not with and, or, not")
+
     def __and__(self, other: Mask) -> Mask:
         """A key is visible where both masks show it."""
         if not isinstance(other, Mask):
-            return NotImplemented
+            return _no_mask(other)
         return self if is_full(other) else other if is_full(self) else _combined(self, other, "&")
 
     def __or__(self, other: Mask) -> Mask:
         """A key is visible where either mask shows it."""
         if not isinstance(other, Mask):
-            return NotImplemented
+            return _no_mask(other)
         return other if is_full(other) else self if is_full(self) else _combined(self, other, "|")
+
+    __rand__, __ror__ = __and__, __or__
 
     def __invert__(self) -> Mask:
         """A key is visible where the mask hides it."""
@@ -286,6 +299,14 @@ class Mask:
 
     def __hash__(self) -> int:
         return hash(self._identity())
+
+
+def _no_mask(other: object) -> Any:
+    if isinstance(other, torch.Tensor):
+        raise TypeError(
+            "a mask combines with masks, not with a tensor: flashtile.mask.dense(tensor) makes a mask of one"
+        )
+    return NotImplemented
 
 
 def is_full(mask: Mask) -> bool:

@@ -117,6 +117,8 @@ def temperature(t: float) -> Score:
 
 
 def _positive(score: str, name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{score}: {name} is {value!r}, but wants a positive finite number")
     if not 0.0 < value < math.inf:
         raise ValueError(f"{score}: {name} is {value}, but wants a positive finite number")
 

@@ -130,6 +130,9 @@ class Score:
             checked.append(Gradient(arg, checked_function("weight", weight), bucket))
         return Score(forward.__name__.strip("_"), forward, derivative, _checked_args(args), tuple(checked))
 
+    def __bool__(self) -> bool:
+        raise TypeError(f"score {self.name} has no truth value: scores combine with then")
+
     def then(self, after: Score) -> Score:
         """Return the score that applies this one first and ``after`` to its result."""
         if not isinstance(after, Score):
