@@ -329,7 +329,7 @@ def untyped(value) -> Any:
         (lambda: softcap(True), "softcap: cap is True"),
         (lambda: bool(softcap(3.0)), "score softcap has no truth value: scores combine with then"),
         (
-            lambda: flash_attention(*[torch.ones(1, 1, 3, 4)] * 3, score=softcap),
+            lambda: flash_attention(*[torch.ones(1, 1, 3, 4)] * 3, score=untyped(softcap)),
             r"call it, as in score=softcap\(30.0\)",
         ),
     ],
