@@ -77,7 +77,7 @@ def test_scores(name, head_dim):
     attend(case(head_dim), "causal", name)
 
 
-def attend_with(problem: Case, the_score: score.Score, the_mask: mask.Mask, learned=(), **options) -> None:
+def attend_with(problem: Case, the_score: score.Score | None, the_mask: mask.Mask, learned=(), **options) -> None:
     """Compare with the reference; ``learned`` are the score's tensors, whose gradients are compared too."""
     q, k, v, do, dlse = problem.tensors(device=DEVICE)
     rules: dict[str, Any] = {"mask": the_mask, "score": the_score, **options}
@@ -89,6 +89,28 @@ def attend_with(problem: Case, the_score: score.Score, the_mask: mask.Mask, lear
         want = learned_gradients(wide, do, dlse, learned, the_score, the_mask, False, None, None)
         for ours, theirs in zip(got_learned, want, strict=True):
             assert max_error(ours, theirs) <= 3e-2 * (theirs.abs().max().item() + 1)
+
+
+# Of ids in pieces, and of scattered ones.
+DOCUMENTS = {
+    "pieces": lambda a, b: mask.document(a),
+    "pieces, causal": lambda a, b: mask.causal() & mask.document(a),
+    "window, pieces of pieces": lambda a, b: mask.window(70, 3) & mask.document(a) & mask.document(a // 2),
+    "scattered": lambda a, b: mask.document(b),
+    "scattered, causal": lambda a, b: mask.document(b) & mask.causal(),
+    "one of either": lambda a, b: mask.document(torch.stack([a, b])) & mask.causal(),
+    "without ranges": lambda a, b: mask.document(a).without_ranges(),
+    "beside one without": lambda a, b: mask.document(a) & mask.causal().without_ranges(),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents(name, head_dim):
+    """By the intervals of rows where those say all, else by every entry."""
+    for seqlens in ((333, 333), (200, 333), (400, 270)):
+        position = torch.arange(seqlens[1], device=DEVICE)
+        attend_with(case(head_dim, seqlens=seqlens), None, DOCUMENTS[name](position // 90, position // 30 % 4))
 
 
 def bias(problem: Case, name: str) -> score.Score:
