@@ -105,7 +105,11 @@ def test_mistyped(args, capsys):
         ("explain --seqlen -1", "--seqlen is -1, but wants 0 or more"),
         ("explain --head-dim -3", "--head-dim is -3, but wants 1 or more"),
         ("explain --head-dim-v 0", "--head-dim-v is 0, but wants 1 or more"),
-        ("compare flash flash --out-dir {tmp}", "each once, got flash, flash"),
+        ("compare flash flash --preset demo --out-dir {tmp}", "each once, got flash, flash"),
+        (
+            "compare --out-dir {tmp}/c",
+            "--preset is gpt2-124m, but wants a GPU, and torch finds none; here `--preset demo`",
+        ),
         ("train --data no/such/file --out-dir {tmp}", "no/such/file"),
         ("train --resume --out-dir {tmp}", "there is no checkpoint"),
         ("generate --model {tmp}/none", "holds no trained model"),
@@ -114,8 +118,9 @@ def test_mistyped(args, capsys):
         ("demo --data {tmp}/short.txt --out-dir {tmp}", "the text is too short: the training split has"),
     ],
 )
-def test_errors_are_one_line(args, message, capsys, tmp_path):
+def test_errors_are_one_line(args, message, capsys, tmp_path, monkeypatch):
     (tmp_path / "short.txt").write_text("a few words")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run(*args.format(tmp=tmp_path).split()) == 2
     err = capsys.readouterr().err
     assert err.startswith("flashtile: ")
@@ -135,6 +140,48 @@ def test_interrupt(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "report", interrupted)
     assert run("doctor") == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [
+        ("demo", "tyro"),
+        *((name, "torch") for name in ("demo", "train", "generate", "compare", "explain", "doctor", "bench atten")),
+        *((name, "torch.utils.tensorboard") for name in ("demo", "train")),
+    ],
+)
+def test_ctrl_c_while_packages_are_imported_ends_the_process_quietly(command, package):
+    """They catch whatever is raised within their imports, as here."""
+    code = f"""
+import signal, sys, time
+class Swallows:
+    def find_spec(self, name, path=None, target=None):
+        if name == {package!r}:
+            try:
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(1)
+            except KeyboardInterrupt:
+                print("swallowed")
+sys.meta_path.insert(0, Swallows())
+from flashtile.cli import main
+sys.exit(main({command.split()!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_after_the_imports_ctrl_c_is_as_it_was():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ImportError), cli.loading():
+        raise ImportError
+    assert signal.getsignal(signal.SIGINT) is before
+    try:
+        mine = signal.signal(signal.SIGINT, lambda *args: None) and signal.getsignal(signal.SIGINT)
+        with cli.loading():
+            assert signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class TestExplain:

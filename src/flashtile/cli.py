@@ -9,13 +9,35 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-import tyro
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Have Ctrl-C end the process at once while the block imports: packages may swallow a KeyboardInterrupt, or crash.
+
+    A handler that somebody has set stays.
+    """
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+with loading():
+    import tyro
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 BENCHMARKS = {
@@ -55,7 +77,11 @@ def demo(
         resume: Go on with the demonstration in out_dir, with its own data and options, and finish it.
     """
     _share_the_cores()
-    from flashtile.llm.demo import PROMPT, run_demo
+    with loading():
+        from flashtile.llm.demo import PROMPT, run_demo
+        from flashtile.llm.training import preload
+
+        preload()
 
     prompt = PROMPT if prompt is None else prompt
     history = run_demo(out_dir, attention=attention, steps=steps, data=data, prompt=prompt, resume=resume)
@@ -87,10 +113,14 @@ def train(args: Sequence[str]) -> int:
       flashtile train --preset gpt2-124m --compile --attention sdpa
     """
     _share_the_cores()
-    from flashtile.llm import training
-    from flashtile.llm.checkpoint import saved_configs
-    from flashtile.llm.config import PRESETS, ModelConfig, TrainingConfig
-    from flashtile.llm.shell import flashtile
+    with loading():
+        from flashtile.llm import training
+        from flashtile.llm.checkpoint import saved_configs
+        from flashtile.llm.config import PRESETS, ModelConfig, TrainingConfig
+        from flashtile.llm.shell import flashtile
+
+        if not {"-h", "--help"} & set(args):
+            training.preload()
 
     without_help = [arg for arg in args if arg not in ("-h", "--help")]
     known, _ = tyro.cli(TrainOptions, args=without_help, config=_STYLE, return_unknown_args=True, add_help=False)
@@ -156,10 +186,11 @@ def generate(
         device: Torch device, or "auto": the GPU if there is one.
         attention: Who computes attention; None means as in training.
     """
-    from flashtile.llm import SamplingConfig, load_model, stream
-    from flashtile.llm.demo import PROMPT
-    from flashtile.llm.shell import flashtile
-    from flashtile.llm.training import resolve_device
+    with loading():
+        from flashtile.llm import SamplingConfig, load_model, stream
+        from flashtile.llm.demo import PROMPT
+        from flashtile.llm.shell import flashtile
+        from flashtile.llm.training import resolve_device
 
     prompt = PROMPT if prompt is None else prompt
     stop = tuple(text.replace("\\n", "\n") for text in stop)
@@ -209,12 +240,21 @@ def compare(
         commit: Commit to write into the result where the source tree has no git.
     """
     _share_the_cores()
-    from dataclasses import replace
+    with loading():
+        from dataclasses import replace
 
-    from flashtile.llm.config import PRESETS
-    from flashtile.llm.experiment import compare_attention
-    from flashtile.llm.training import RunExistsError
+        import torch
 
+        from flashtile.llm.config import PRESETS
+        from flashtile.llm.experiment import compare_attention
+        from flashtile.llm.training import RunExistsError, preload
+
+        preload()
+
+    if preset != "demo" and not torch.cuda.is_available():
+        raise ValueError(
+            f"--preset is {preset}, but wants a GPU, and torch finds none; here `--preset demo` runs, a small model"
+        )
     model, training = PRESETS[preset]
     training = replace(training, compile=compile, steps=training.steps if steps is None else steps)
     if context is not None:
@@ -266,10 +306,11 @@ def explain(
         device: "cpu", "cuda", an architecture such as sm_90 or gfx942, or "auto": the GPU if there is one.
         backend: Ask for this backend, and learn whether it can.
     """
-    import torch
+    with loading():
+        import torch
 
-    from flashtile import dispatch
-    from flashtile.kernel import check, launch
+        from flashtile import dispatch
+        from flashtile.kernel import check, launch
 
     element = getattr(torch, DTYPES[dtype])
     heads_kv, seqlen_k, head_dim_v = (
@@ -323,9 +364,10 @@ def doctor() -> int:
       flashtile doctor
       TRITON_INTERPRET=1 flashtile doctor      (the GPU's kernels too, in Triton's interpreter)
     """
-    from rich.console import Console
+    with loading():
+        from rich.console import Console
 
-    from flashtile.doctor import report
+        from flashtile.doctor import report
 
     return 0 if report(Console()) else 1
 
@@ -340,7 +382,9 @@ def bench(args: Sequence[str]) -> None:
     kind, rest = _choose("flashtile bench", {n: text for n, (_, text) in BENCHMARKS.items()}, args, _description(bench))
     # The script reads its own options; this is the name that its help shows.
     sys.argv[0] = f"flashtile bench {kind}"
-    importlib.import_module(f"flashtile.bench_mark.{BENCHMARKS[kind][0]}").main(rest)
+    with loading():
+        script = importlib.import_module(f"flashtile.bench_mark.{BENCHMARKS[kind][0]}")
+    script.main(rest)
 
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
@@ -387,7 +431,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except KeyboardInterrupt:
         print("\nflashtile: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _ended(INTERRUPTED, argv is None)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -396,7 +440,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"flashtile: {error}", file=sys.stderr)
         return 2
-    return status or 0
+    return _ended(status or 0, argv is None)
+
+
+def _ended(status: int, by_the_shell: bool) -> int:
+    """Return the exit status; after Ctrl-C one more has nothing to stop, and must not spoil the end of the process."""
+    if status == INTERRUPTED and by_the_shell:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return status
 
 
 def _parse(target: Callable[..., Any], name: str, description: str, args: Sequence[str], config: Any = _STYLE) -> Any:

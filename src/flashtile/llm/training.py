@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +40,13 @@ from flashtile.llm.transformer import TransformerLM
 Batch = tuple[Tensor, Tensor]
 # What a new run replaces in its folder; the plot is the demonstration's.
 _LEFT_BY_A_RUN = ("checkpoint.pt", "model", "metrics.jsonl", "tensorboard", "loss.png")
+
+
+def preload() -> None:
+    """Import what a run would import at its start, torch's compiler and TensorBoard, as far as they are there."""
+    for name in ("torch._dynamo", "torch.utils.tensorboard"):
+        with suppress(ImportError):
+            importlib.import_module(name)
 
 
 class RunExistsError(FileExistsError):
