@@ -128,6 +128,30 @@ def test_errors_are_one_line(args, message, capsys, tmp_path, monkeypatch):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("train --device cuda", "device 'cuda' was asked for, but torch sees no GPU"),
+        ("train --attention flash_triton", "attention is flash_triton, but backend 'triton' serves GPU tensors"),
+        ("compare naive flash_triton --preset demo", "attention is flash_triton, but backend 'triton' serves GPU"),
+        ("train --data {tmp}/short.txt", "the training split has at most 5 tokens"),
+        ("train --data {tmp}/repeats.txt", "the validation split has "),
+        ("compare naive --preset demo --data {tmp}/short.txt", "the training split has at most 5 tokens"),
+        ("train --vocab-size 3", "vocab_size must be at least"),
+    ],
+)
+def test_what_cannot_run_leaves_nothing_behind(args, message, cpu_path, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "repeats.txt").write_text("again " * 2000)
+    data = () if "--data" in args else ("--data", tmp_path / "repeats.txt")
+    assert run(*args.format(tmp=tmp_path).split(), *data, "--out-dir", tmp_path / "new" / "run") == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert ("Tokenizing" in told.out) == ("repeats" in args or "vocab" in args)
+    assert not (tmp_path / "new").exists()
+
+
 def test_traceback_on_request():
     with pytest.raises(ValueError, match="temperature"):
         run("--traceback", "generate", "--temperature", -1)
@@ -329,6 +353,10 @@ def test_compare(cpu_path, corpus, tmp_path, capsys):
 def test_train_resume_generate(cpu_path, corpus, tmp_path, capsys):
     out = tmp_path / "run"
     assert run("train", "--data", corpus, "--out-dir", out, "--steps", 3, "--warmup-steps", 1, *TINY) == 0
+    told = capsys.readouterr().out
+    assert f"The model is in {out / 'model'}" in told
+    words = shlex.split(told.splitlines()[-1])
+    assert run(*words[words.index("generate") :], "--max-new-tokens", 2) == 0  # the line it prints does go on
     assert run("train", "--data", corpus, "--out-dir", out, *TINY) == 2  # a run is there already
     assert "go on with it (--resume) or start afresh (--overwrite)" in capsys.readouterr().err
     # The shape and the data are the saved run's, not the preset's.

@@ -151,6 +151,9 @@ def train(args: Sequence[str]) -> int:
         ) from error
     if history.interrupted:
         print(f"Go on with:\n    {flashtile('train', '--resume', '--out-dir', chosen.out_dir)}")
+    else:
+        lies = Path(chosen.out_dir, "model")
+        print(f"The model is in {lies}. See what it writes:\n    {flashtile('generate', '--model', lies)}")
     return INTERRUPTED if history.interrupted else 0
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
+from flashtile import dispatch
 from flashtile.llm.atomic import replacing
 from flashtile.llm.checkpoint import check_config, read_checkpoint, restore, save_checkpoint, save_model
 from flashtile.llm.config import ModelConfig, TrainingConfig
@@ -80,6 +81,7 @@ def train(
 
     Raises:
         FileNotFoundError, ValueError: for missing data or checkpoints, and values that do not fit together.
+        TypeError, ImportError, NotImplementedError: if flashtile is to compute attention and cannot here.
         RunExistsError: if `out_dir` holds a run and neither `resume` nor `overwrite` says what to do with it.
         FloatingPointError: if the loss is no longer finite.
     """
@@ -88,6 +90,7 @@ def train(
     checkpoint_path = run / "checkpoint.pt"
     if checkpoint_path.exists() and not (resume or overwrite):
         raise RunExistsError(f"{run} holds a run already: resume it (resume=True) or start afresh (overwrite=True)")
+    check_attention_runs(model_config, training_config)
     saved = read_checkpoint(checkpoint_path) if resume else None
     if saved is not None:
         check_config(saved["extra"]["model_config"], model_config)
@@ -148,6 +151,7 @@ def _dataset(
         vocab_size=model_config.vocab_size,
         val_fraction=training_config.val_fraction,
         cache_dir=run / "data",
+        context_length=model_config.context_length,
         say=say,
     )
 
@@ -420,6 +424,21 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def check_attention_runs(model: ModelConfig, training: TrainingConfig) -> torch.device:
+    """Return the device of a run; raise what says why if it is not here, or flashtile cannot serve the model on it."""
+    device = resolve_device(training.device)
+    if model.attention in ("flash", "flash_triton"):
+        size = (training.batch_size, model.num_heads, model.context_length, model.head_dim)
+        q = torch.empty(1, dtype=resolve_dtype(training.dtype, device), device=device).expand(size)
+        keys = q[:, : model.kv_heads]
+        problem = dispatch.Problem.of(q, keys, keys, is_causal=True)._replace(copied_in_blocks=True)
+        try:
+            dispatch.select(problem, "triton" if model.attention == "flash_triton" else None)
+        except (ValueError, TypeError, ImportError, NotImplementedError) as error:
+            raise type(error)(f"attention is {model.attention}, but {error}") from error
+    return device
 
 
 class Interrupt(threading.Event):
