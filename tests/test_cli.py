@@ -87,7 +87,7 @@ def test_version(capsys):
         "explain --no-such-option 3",
         "explain --heads many",
         "bench nothing",
-        "train --num-heads 7",
+        "train --dtype float",
     ],
 )
 def test_mistyped(args, capsys):
@@ -113,7 +113,12 @@ def test_mistyped(args, capsys):
         ("train --data no/such/file --out-dir {tmp}", "no/such/file"),
         ("train --resume --out-dir {tmp}", "there is no checkpoint"),
         ("generate --model {tmp}/none", "holds no trained model"),
-        ("generate --temperature -1", "temperature must not be negative"),
+        ("generate --temperature -1", "flashtile: --temperature is -1.0, but wants 0 or more"),
+        ("demo --steps 0 --out-dir {tmp}", "flashtile: --steps is 0, but wants 1 or more"),
+        ("train --steps 0", "flashtile: --steps is 0, but wants 1 or more"),
+        ("train --d-model 128", "flashtile: --num-heads is 6, but wants a divisor of --d-model, which is 128"),
+        ("train --min-lr 1", "flashtile: --min-lr is 1.0, but wants a value from 0 to --max-lr, which is 0.003"),
+        ("train --d-model 18", "flashtile: --d-model / --num-heads is 18 / 6 = 3, but rotary embeddings want an even"),
         ("demo --resume --out-dir {tmp}", "there is no checkpoint"),
         ("demo --data {tmp}/short.txt --out-dir {tmp}", "the text is too short: the training split has"),
     ],
@@ -132,8 +137,14 @@ def test_errors_are_one_line(args, message, capsys, tmp_path, monkeypatch):
     ("args", "message"),
     [
         ("train --device cuda", "device 'cuda' was asked for, but torch sees no GPU"),
-        ("train --attention flash_triton", "attention is flash_triton, but backend 'triton' serves GPU tensors"),
-        ("compare naive flash_triton --preset demo", "attention is flash_triton, but backend 'triton' serves GPU"),
+        (
+            "train --attention flash_triton",
+            "flashtile: --attention is flash_triton, but backend 'triton' serves GPU tensors",
+        ),
+        (
+            "compare naive flash_triton --preset demo",
+            "flashtile: attention is flash_triton, but backend 'triton' serves",
+        ),
         ("train --data {tmp}/short.txt", "the training split has at most 5 tokens"),
         ("train --data {tmp}/repeats.txt", "the validation split has "),
         ("compare naive --preset demo --data {tmp}/short.txt", "the training split has at most 5 tokens"),
@@ -150,6 +161,24 @@ def test_what_cannot_run_leaves_nothing_behind(args, message, cpu_path, capsys, 
     assert message in told.err
     assert ("Tokenizing" in told.out) == ("repeats" in args or "vocab" in args)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "float32"])
+def test_both_spellings_of_a_type(dtype, capsys, corpus, tmp_path):
+    assert run("explain", "--device", "cpu", "--dtype", dtype) == 0
+    assert "float32 on cpu" in capsys.readouterr().out
+    options = ("--steps", 1, f"--dtype={dtype}", *TINY)
+    assert run("train", "--data", corpus, "--attention", "naive", "--out-dir", tmp_path / "run", *options) == 0
+    assert "cpu, float32, " in capsys.readouterr().out
+    where = ("--out", tmp_path / "o.json", "--device", "cpu")
+    assert run("bench", "overhead", "--dtype", dtype, "--calls", 1, "--passes", 1, "--providers", "sdpa", *where,
+               "--no-first-call") == 0  # fmt: skip
+
+
+def test_only_the_types_of_options_are_spelt_anew():
+    args = ["--dtype", "float32", "bfloat16", "--data", "float32", "--dtype=auto"]
+    short = {long: short for short, long in cli.DTYPES.items()}
+    assert cli._spelt(args, short) == ["--dtype", "fp32", "bf16", "--data", "float32", "--dtype=auto"]
 
 
 def test_traceback_on_request():

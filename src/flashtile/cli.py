@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import signal
 import sys
 import threading
@@ -127,19 +128,22 @@ def train(args: Sequence[str]) -> int:
     model, schedule = PRESETS[known.preset]
     if known.resume and len(without_help) == len(args):
         model, schedule = saved_configs(known.out_dir)
+    # Their checks come later: within tyro they end in its own words.
+    unchecked = [make_dataclass(c.__name__, [], bases=(c,), namespace={"__post_init__": lambda self: None}, frozen=True)
+                 for c in (ModelConfig, TrainingConfig)]  # fmt: skip
     everything = make_dataclass(
         "Options",
         [
-            ("model", Annotated[ModelConfig, tyro.conf.OmitArgPrefixes], field(default=model)),
-            ("training", Annotated[TrainingConfig, tyro.conf.OmitArgPrefixes], field(default=schedule)),
+            (name, Annotated[c, tyro.conf.OmitArgPrefixes], field(default=c(**values.to_dict())))
+            for name, c, values in zip(("model", "training"), unchecked, (model, schedule), strict=True)
         ],
         bases=(TrainOptions,),
     )
-    chosen = _parse(everything, "train", _description(train), args, config=())
+    chosen = _parse(everything, "train", _description(train), _spelt(args, DTYPES), config=())
     try:
         history = training.train(
-            chosen.model,
-            chosen.training,
+            ModelConfig(**chosen.model.to_dict()),
+            TrainingConfig(**chosen.training.to_dict()),
             chosen.out_dir,
             data=chosen.data,
             resume=chosen.resume,
@@ -385,6 +389,7 @@ def bench(args: Sequence[str]) -> None:
     kind, rest = _choose("flashtile bench", {n: text for n, (_, text) in BENCHMARKS.items()}, args, _description(bench))
     # The script reads its own options; this is the name that its help shows.
     sys.argv[0] = f"flashtile bench {kind}"
+    rest = _spelt(rest, {long: short for short, long in DTYPES.items()})
     with loading():
         script = importlib.import_module(f"flashtile.bench_mark.{BENCHMARKS[kind][0]}")
     script.main(rest)
@@ -429,6 +434,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name, rest = _choose("flashtile", summaries, args[traceback:], _description(main), FLAGS)
         command = COMMANDS[name]
+        if command is explain:
+            rest = _spelt(rest, {long: short for short, long in DTYPES.items()})
         status = (
             command(rest) if command in _READ_THEIR_ARGUMENTS else _parse(command, name, _description(command), rest)
         )
@@ -441,7 +448,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, ArithmeticError, OSError, ImportError, NotImplementedError) as error:
         if traceback:
             raise
-        print(f"flashtile: {error}", file=sys.stderr)
+        print(f"flashtile: {_with_flags(str(error), args)}", file=sys.stderr)
         return 2
     return _ended(status or 0, argv is None)
 
@@ -451,6 +458,36 @@ def _ended(status: int, by_the_shell: bool) -> int:
     if status == INTERRUPTED and by_the_shell:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     return status
+
+
+def _with_flags(message: str, args: Sequence[str]) -> str:
+    """Return an error's message with options called as they are typed: `--d-model` where a function says `d_model`."""
+    command = next((COMMANDS[arg] for arg in args[:2] if arg in COMMANDS), main)
+    options = inspect.signature(command).parameters
+    first = re.match(r"[a-z]\w*(?= is )", message)
+    if first and (command in _READ_THEIR_ARGUMENTS or first[0] in options):
+        message = _flag(first[0]) + message[first.end() :]
+    if command is train:  # whose options are the fields that its errors speak of
+        names = r"(?<![\w/.'-])[a-z]\w*_\w+(?= is | / |, which is |$)"
+        message = re.sub(names, lambda name: _flag(name[0]), message)
+    return message
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _spelt(args: Sequence[str], spelling: Mapping[str, str]) -> list[str]:
+    """Return the arguments with the values of --dtype spelt as the command does: fp32 and float32 are the same."""
+    found, after = [], False
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        if arg.startswith("-"):
+            after = name in ("--dtype", "--dtypes")
+            found.append(f"{name}={spelling.get(value, value)}" if after and equals else arg)
+        else:
+            found.append(spelling.get(arg, arg) if after else arg)
+    return found
 
 
 def _parse(target: Callable[..., Any], name: str, description: str, args: Sequence[str], config: Any = _STYLE) -> Any:
