@@ -253,12 +253,37 @@ class TestExplain:
         assert "served by     cpu" in out
         assert "not chosen    triton" in out
 
+    def test_a_gpu_is_not_called_a_cpu(self, capsys):
+        assert run("explain", "--device", "sm_90") == 0
+        assert "not chosen    cpu: serves CPU tensors only; these lie on cuda\n" in capsys.readouterr().out
+
     def test_the_status_tells_whether_it_is_served(self, cpu_path, capsys):
         assert run("explain", "--device", "CPU", "--backend", "triton") == 1
         assert "not served" in capsys.readouterr().out
         assert run("explain", "--device", "CPU") == 0  # no architecture of that name
         assert "served by     cpu" in capsys.readouterr().out
-        assert run("explain", "--device", "sm_20") == 1
+
+    def test_the_columns_stand_below_each_other(self, cpu_path, capsys):
+        for size in ("--head-dim=64", "--head-dim=512"):
+            for device in ("sm_90", "gfx942", "cpu"):
+                assert run("explain", "--device", device, size) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert {re.split(r"(?<! ) {2,}|(?<=dkdv) ", line)[0] for line in lines} >= {"forward", "backward", "request"}
+        assert all(line[13] == " " and line[14] != " " for line in lines)
+
+    def test_says_what_has_no_gradients(self, capsys):
+        assert run("explain", "--device", "sm_90", "--head-dim", 512) == 0
+        assert "backward by   none: head_dim 512 is above 256" in capsys.readouterr().out
+        assert run("explain", "--device", "sm_90", "--head-dim", 256) == 0
+        assert "none" not in capsys.readouterr().out
+
+    def test_names_the_architectures(self, capsys):
+        for device in ("foo", "sm_20", "interpreter"):
+            assert run("explain", "--device", device) == 2
+            err = capsys.readouterr().err
+            assert f"--device is {device}, but wants auto, cpu, cuda or one of gfx90a, " in err
+            assert "sm_90" in err
+            assert "interpreter" not in err.split("but wants")[1]
 
     def test_knows_the_backends(self):
         from typing import get_args, get_type_hints
@@ -322,9 +347,44 @@ class TestDoctor:
     def test_says_why_a_hopper_gpu_has_the_portable_kernels(self, monkeypatch):
         monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(doctor.launch, "arch_of", lambda device: "sm_90")
+        monkeypatch.setattr(doctor.dispatch, "has_triton", lambda: True)
         monkeypatch.setattr(doctor, "_problem", lambda device, dtype: None)
         monkeypatch.setattr(doctor.hopper, "refusal", lambda problem, which: "wants another Triton")
         assert any("backend 'hopper' wants another Triton" in text for text in doctor.advices())
+
+    @pytest.mark.parametrize(
+        ("torch_wants", "cure"),
+        [
+            (["numpy", "triton==3.6.0; platform_system == 'Linux'"], "To use them: pip install triton==3.6.0"),
+            (None, "To use them: pip install triton==3.6.0"),
+            (["triton==3.7.1"], "To use them, install a torch that wants Triton 3.6; this one wants 3.7.1"),
+        ],
+    )
+    def test_says_how_a_hopper_gpu_gets_its_kernels(self, torch_wants, cure, monkeypatch):
+        monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(doctor.launch, "arch_of", lambda device: "sm_90")
+        monkeypatch.setattr(doctor.dispatch, "has_triton", lambda: True)
+        request = doctor.dispatch.Problem("cuda", "sm_90", doctor.torch.bfloat16, 2, 4, 2, 100, 133, 64, 64, False)
+        monkeypatch.setattr(doctor, "_problem", lambda device, dtype: request)
+        versions = {"triton": "3.7.1"}
+        monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: versions[name])
+        monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: torch_wants)
+        doctor.hopper._other_triton.cache_clear()
+        try:
+            (told,) = [text for text in doctor.advices() if "Gluon" in text]
+            assert "in the Gluon of Triton 3.6, whose interface still moves; installed is 3.7.1" in told
+            assert told.split("3.7.1. ", 1)[1].startswith(cure)
+            versions["triton"] = "3.6.0"
+            doctor.hopper._other_triton.cache_clear()
+            assert not any("Gluon" in text for text in doctor.advices())
+        finally:
+            doctor.hopper._other_triton.cache_clear()
+
+    def test_a_hopper_gpu_without_triton(self, monkeypatch):
+        monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(doctor.launch, "arch_of", lambda device: "sm_90")
+        monkeypatch.setattr(doctor.dispatch, "has_triton", lambda: False)
+        assert any("Triton is not installed" in text for text in doctor.advices())
 
     def test_the_interpreters_kernels_are_checked_too(self, monkeypatch):
         monkeypatch.setattr(doctor, "self_check", lambda device, name, dtype, is_causal: (device, name, dtype))

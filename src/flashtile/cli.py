@@ -351,6 +351,9 @@ def explain(
         arch = "cpu" if kind == "cpu" else launch.arch_of(torch.device(device))
     else:
         kind, arch = "cuda", device
+        known = sorted(({key[0] for key in launch.table()} | set(launch.SAME_ROWS)) - {"interpreter"})
+        if arch not in known:
+            raise ValueError(f"--device is {device}, but wants auto, cpu, cuda or one of {', '.join(known)}")
     problem = dispatch.Problem(
         kind, arch, element, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, causal
     )
