@@ -467,7 +467,7 @@ def _with_flags(message: str, args: Sequence[str]) -> str:
     """Return an error's message with options called as they are typed: `--d-model` where a function says `d_model`."""
     command = next((COMMANDS[arg] for arg in args[:2] if arg in COMMANDS), main)
     options = inspect.signature(command).parameters
-    first = re.match(r"[a-z]\w*(?= is )", message)
+    first = re.match(r"[a-z]\w*(?= is .*, but )", message)
     if first and (command in _READ_THEIR_ARGUMENTS or first[0] in options):
         message = _flag(first[0]) + message[first.end() :]
     if command is train:  # whose options are the fields that its errors speak of

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from flashtile import dispatch
+from flashtile.kernel.check import MAX_HEAD_DIM
 from flashtile.llm.atomic import replacing
 from flashtile.llm.checkpoint import check_config, read_checkpoint, restore, save_checkpoint, save_model
 from flashtile.llm.config import ModelConfig, TrainingConfig
@@ -434,6 +435,11 @@ def check_attention_runs(model: ModelConfig, training: TrainingConfig) -> torch.
         q = torch.empty(1, dtype=resolve_dtype(training.dtype, device), device=device).expand(size)
         keys = q[:, : model.kv_heads]
         problem = dispatch.Problem.of(q, keys, keys, is_causal=True)._replace(copied_in_blocks=True)
+        if model.head_dim > MAX_HEAD_DIM:
+            raise ValueError(
+                f"d_model / num_heads is {model.head_dim}, but attention {model.attention!r} trains heads of "
+                f"{MAX_HEAD_DIM} at most"
+            )
         try:
             dispatch.select(problem, "triton" if model.attention == "flash_triton" else None)
         except (ValueError, TypeError, ImportError, NotImplementedError) as error:
