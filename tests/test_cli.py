@@ -87,7 +87,7 @@ def test_version(capsys):
         "explain --no-such-option 3",
         "explain --heads many",
         "bench nothing",
-        "train --num-heads 7",
+        "train --dtype float",
     ],
 )
 def test_mistyped(args, capsys):
@@ -105,22 +105,84 @@ def test_mistyped(args, capsys):
         ("explain --seqlen -1", "--seqlen is -1, but wants 0 or more"),
         ("explain --head-dim -3", "--head-dim is -3, but wants 1 or more"),
         ("explain --head-dim-v 0", "--head-dim-v is 0, but wants 1 or more"),
-        ("compare flash flash --out-dir {tmp}", "each once, got flash, flash"),
+        ("compare flash flash --preset demo --out-dir {tmp}", "each once, got flash, flash"),
+        (
+            "compare --out-dir {tmp}/c",
+            "--preset is gpt2-124m, but wants a GPU, and torch finds none; here `--preset demo`",
+        ),
         ("train --data no/such/file --out-dir {tmp}", "no/such/file"),
-        ("train --resume --out-dir {tmp}", "there is no checkpoint"),
+        ("train --resume --out-dir {tmp}", "flashtile: there is no checkpoint"),
         ("generate --model {tmp}/none", "holds no trained model"),
-        ("generate --temperature -1", "temperature must not be negative"),
+        ("generate --temperature -1", "flashtile: --temperature is -1.0, but wants 0 or more"),
+        ("demo --steps 0 --out-dir {tmp}", "flashtile: --steps is 0, but wants 1 or more"),
+        ("train --steps 0", "flashtile: --steps is 0, but wants 1 or more"),
+        ("train --d-model 128", "flashtile: --num-heads is 6, but wants a divisor of --d-model, which is 128"),
+        ("train --min-lr 1", "flashtile: --min-lr is 1.0, but wants a value from 0 to --max-lr, which is 0.003"),
+        ("train --d-model 18", "flashtile: --d-model / --num-heads is 18 / 6 = 3, but rotary embeddings want an even"),
         ("demo --resume --out-dir {tmp}", "there is no checkpoint"),
         ("demo --data {tmp}/short.txt --out-dir {tmp}", "the text is too short: the training split has"),
     ],
 )
-def test_errors_are_one_line(args, message, capsys, tmp_path):
+def test_errors_are_one_line(args, message, capsys, tmp_path, monkeypatch):
     (tmp_path / "short.txt").write_text("a few words")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run(*args.format(tmp=tmp_path).split()) == 2
     err = capsys.readouterr().err
     assert err.startswith("flashtile: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("train --device cuda", "device 'cuda' was asked for, but torch sees no GPU"),
+        (
+            "train --attention flash_triton",
+            "flashtile: --attention is flash_triton, but backend 'triton' serves GPU tensors",
+        ),
+        (
+            "compare naive flash_triton --preset demo",
+            "flashtile: attention is flash_triton, but backend 'triton' serves",
+        ),
+        ("train --data {tmp}/short.txt", "the training split has at most 5 tokens"),
+        ("train --data {tmp}/repeats.txt", "the validation split has "),
+        ("compare naive --preset demo --data {tmp}/short.txt", "the training split has at most 5 tokens"),
+        (
+            "train --d-model 600 --num-heads 2",
+            "--d-model / --num-heads is 300, but attention 'flash' trains heads of 256",
+        ),
+        ("train --vocab-size 3", "vocab_size must be at least"),
+    ],
+)
+def test_what_cannot_run_leaves_nothing_behind(args, message, cpu_path, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "repeats.txt").write_text("again " * 2000)
+    data = () if "--data" in args else ("--data", tmp_path / "repeats.txt")
+    assert run(*args.format(tmp=tmp_path).split(), *data, "--out-dir", tmp_path / "new" / "run") == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert ("Tokenizing" in told.out) == ("repeats" in args or "vocab" in args)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "float32"])
+def test_both_spellings_of_a_type(dtype, capsys, corpus, tmp_path):
+    assert run("explain", "--device", "cpu", "--dtype", dtype) == 0
+    assert "float32 on cpu" in capsys.readouterr().out
+    options = ("--steps", 1, f"--dtype={dtype}", *TINY)
+    assert run("train", "--data", corpus, "--attention", "naive", "--out-dir", tmp_path / "run", *options) == 0
+    assert "cpu, float32, " in capsys.readouterr().out
+    where = ("--out", tmp_path / "o.json", "--device", "cpu")
+    assert run("bench", "overhead", "--dtype", dtype, "--calls", 1, "--passes", 1, "--providers", "sdpa", *where,
+               "--no-first-call") == 0  # fmt: skip
+
+
+def test_only_the_types_of_options_are_spelt_anew():
+    args = ["--dtype", "float32", "bfloat16", "--data", "float32", "--dtype=auto"]
+    short = {long: short for short, long in cli.DTYPES.items()}
+    assert cli._spelt(args, short) == ["--dtype", "fp32", "bf16", "--data", "float32", "--dtype=auto"]
 
 
 def test_traceback_on_request():
@@ -135,6 +197,57 @@ def test_interrupt(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "report", interrupted)
     assert run("doctor") == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [
+        ("demo", "tyro"),
+        *((name, "torch") for name in ("demo", "train", "generate", "compare", "explain", "doctor", "bench atten")),
+        *((name, "torch.utils.tensorboard") for name in ("demo", "train")),
+    ],
+)
+def test_ctrl_c_while_packages_are_imported_ends_the_process_quietly(command, package):
+    """They catch whatever is raised within their imports, as here."""
+    code = f"""
+import signal, sys, time
+class Swallows:
+    def find_spec(self, name, path=None, target=None):
+        if name == {package!r}:
+            try:
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(1)
+            except KeyboardInterrupt:
+                print("swallowed")
+sys.meta_path.insert(0, Swallows())
+from flashtile.cli import main
+sys.exit(main({command.split()!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_a_ctrl_c_after_the_last_one_does_not_spoil_the_end(monkeypatch):
+    set_to = []
+    monkeypatch.setattr(cli.signal, "signal", lambda *args: set_to.append(args))
+    assert cli._ended(cli.INTERRUPTED, by_the_shell=False) == cli.INTERRUPTED
+    assert not set_to
+    assert cli._ended(cli.INTERRUPTED, by_the_shell=True) == cli.INTERRUPTED
+    assert set_to == [(signal.SIGINT, signal.SIG_IGN)]
+
+
+def test_after_the_imports_ctrl_c_is_as_it_was():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ImportError), cli.loading():
+        raise ImportError
+    assert signal.getsignal(signal.SIGINT) is before
+    try:
+        mine = signal.signal(signal.SIGINT, lambda *args: None) and signal.getsignal(signal.SIGINT)
+        with cli.loading():
+            assert signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class TestExplain:
@@ -153,12 +266,37 @@ class TestExplain:
         assert "served by     cpu" in out
         assert "not chosen    triton" in out
 
+    def test_a_gpu_is_not_called_a_cpu(self, capsys):
+        assert run("explain", "--device", "sm_90") == 0
+        assert "not chosen    cpu: serves CPU tensors only; these lie on cuda\n" in capsys.readouterr().out
+
     def test_the_status_tells_whether_it_is_served(self, cpu_path, capsys):
         assert run("explain", "--device", "CPU", "--backend", "triton") == 1
         assert "not served" in capsys.readouterr().out
         assert run("explain", "--device", "CPU") == 0  # no architecture of that name
         assert "served by     cpu" in capsys.readouterr().out
-        assert run("explain", "--device", "sm_20") == 1
+
+    def test_the_columns_stand_below_each_other(self, cpu_path, capsys):
+        for size in ("--head-dim=64", "--head-dim=512"):
+            for device in ("sm_90", "gfx942", "cpu"):
+                assert run("explain", "--device", device, size) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert {re.split(r"(?<! ) {2,}|(?<=dkdv) ", line)[0] for line in lines} >= {"forward", "backward", "request"}
+        assert all(line[13] == " " and line[14] != " " for line in lines)
+
+    def test_says_what_has_no_gradients(self, capsys):
+        assert run("explain", "--device", "sm_90", "--head-dim", 512) == 0
+        assert "backward by   none: head_dim 512 is above 256" in capsys.readouterr().out
+        assert run("explain", "--device", "sm_90", "--head-dim", 256) == 0
+        assert "none" not in capsys.readouterr().out
+
+    def test_names_the_architectures(self, capsys):
+        for device in ("foo", "sm_20", "interpreter"):
+            assert run("explain", "--device", device) == 2
+            err = capsys.readouterr().err
+            assert f"--device is {device}, but wants auto, cpu, cuda or one of gfx90a, " in err
+            assert "sm_90" in err
+            assert "interpreter" not in err.split("but wants")[1]
 
     def test_knows_the_backends(self):
         from typing import get_args, get_type_hints
@@ -222,9 +360,44 @@ class TestDoctor:
     def test_says_why_a_hopper_gpu_has_the_portable_kernels(self, monkeypatch):
         monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(doctor.launch, "arch_of", lambda device: "sm_90")
+        monkeypatch.setattr(doctor.dispatch, "has_triton", lambda: True)
         monkeypatch.setattr(doctor, "_problem", lambda device, dtype: None)
         monkeypatch.setattr(doctor.hopper, "refusal", lambda problem, which: "wants another Triton")
         assert any("backend 'hopper' wants another Triton" in text for text in doctor.advices())
+
+    @pytest.mark.parametrize(
+        ("torch_wants", "cure"),
+        [
+            (["numpy", "triton==3.6.0; platform_system == 'Linux'"], "To use them: pip install triton==3.6.0"),
+            (None, "To use them: pip install triton==3.6.0"),
+            (["triton==3.7.1"], "To use them, install a torch that wants Triton 3.6; this one wants 3.7.1"),
+        ],
+    )
+    def test_says_how_a_hopper_gpu_gets_its_kernels(self, torch_wants, cure, monkeypatch):
+        monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(doctor.launch, "arch_of", lambda device: "sm_90")
+        monkeypatch.setattr(doctor.dispatch, "has_triton", lambda: True)
+        request = doctor.dispatch.Problem("cuda", "sm_90", doctor.torch.bfloat16, 2, 4, 2, 100, 133, 64, 64, False)
+        monkeypatch.setattr(doctor, "_problem", lambda device, dtype: request)
+        versions = {"triton": "3.7.1"}
+        monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: versions[name])
+        monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: torch_wants)
+        doctor.hopper._other_triton.cache_clear()
+        try:
+            (told,) = [text for text in doctor.advices() if "Gluon" in text]
+            assert "in the Gluon of Triton 3.6, whose interface still moves; installed is 3.7.1" in told
+            assert told.split("3.7.1. ", 1)[1].startswith(cure)
+            versions["triton"] = "3.6.0"
+            doctor.hopper._other_triton.cache_clear()
+            assert not any("Gluon" in text for text in doctor.advices())
+        finally:
+            doctor.hopper._other_triton.cache_clear()
+
+    def test_a_hopper_gpu_without_triton(self, monkeypatch):
+        monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(doctor.launch, "arch_of", lambda device: "sm_90")
+        monkeypatch.setattr(doctor.dispatch, "has_triton", lambda: False)
+        assert any("Triton is not installed" in text for text in doctor.advices())
 
     def test_the_interpreters_kernels_are_checked_too(self, monkeypatch):
         monkeypatch.setattr(doctor, "self_check", lambda device, name, dtype, is_causal: (device, name, dtype))
@@ -282,6 +455,10 @@ def test_compare(cpu_path, corpus, tmp_path, capsys):
 def test_train_resume_generate(cpu_path, corpus, tmp_path, capsys):
     out = tmp_path / "run"
     assert run("train", "--data", corpus, "--out-dir", out, "--steps", 3, "--warmup-steps", 1, *TINY) == 0
+    told = capsys.readouterr().out
+    assert f"The model is in {out / 'model'}" in told
+    words = shlex.split(told.splitlines()[-1])
+    assert run(*words[words.index("generate") :], "--max-new-tokens", 2) == 0  # the line it prints does go on
     assert run("train", "--data", corpus, "--out-dir", out, *TINY) == 2  # a run is there already
     assert "go on with it (--resume) or start afresh (--overwrite)" in capsys.readouterr().err
     # The shape and the data are the saved run's, not the preset's.
@@ -348,22 +525,12 @@ def test_a_stopped_demo_is_finished_by_the_command_it_prints(cpu_path, corpus, t
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_ctrl_c_saves_and_exits_130(corpus, tmp_path):
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_saves_and_exits_130(presses, corpus, tmp_path):
     out = tmp_path / "run"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [
-        sys.executable,
-        "-m",
-        "flashtile.cli",
-        "train",
-        "--data",
-        corpus,
-        "--out-dir",
-        out,
-        "--steps",
-        "1000000",
-        *TINY,
-    ]
+    command = [sys.executable, "-m", "flashtile.cli", "train", "--data", corpus, "--out-dir", out, *TINY]
+    command += ["--steps", "1000000"]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -372,8 +539,10 @@ def test_ctrl_c_saves_and_exits_130(corpus, tmp_path):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline, "training did not start"
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        for _ in range(presses):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.002)
         text, _ = process.communicate(timeout=120)
     assert process.returncode == 130, text
     assert "Traceback" not in text
-    assert (out / "checkpoint.pt").exists()
+    assert presses > 1 or (out / "checkpoint.pt").exists()

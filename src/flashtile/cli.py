@@ -9,13 +9,36 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-import tyro
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Have Ctrl-C end the process at once while the block imports: packages may swallow a KeyboardInterrupt, or crash.
+
+    A handler that somebody has set stays.
+    """
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+with loading():
+    import tyro
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 BENCHMARKS = {
@@ -55,7 +78,11 @@ def demo(
         resume: Go on with the demonstration in out_dir, with its own data and options, and finish it.
     """
     _share_the_cores()
-    from flashtile.llm.demo import PROMPT, run_demo
+    with loading():
+        from flashtile.llm.demo import PROMPT, run_demo
+        from flashtile.llm.training import preload
+
+        preload()
 
     prompt = PROMPT if prompt is None else prompt
     history = run_demo(out_dir, attention=attention, steps=steps, data=data, prompt=prompt, resume=resume)
@@ -87,29 +114,36 @@ def train(args: Sequence[str]) -> int:
       flashtile train --preset gpt2-124m --compile --attention sdpa
     """
     _share_the_cores()
-    from flashtile.llm import training
-    from flashtile.llm.checkpoint import saved_configs
-    from flashtile.llm.config import PRESETS, ModelConfig, TrainingConfig
-    from flashtile.llm.shell import flashtile
+    with loading():
+        from flashtile.llm import training
+        from flashtile.llm.checkpoint import saved_configs
+        from flashtile.llm.config import PRESETS, ModelConfig, TrainingConfig
+        from flashtile.llm.shell import flashtile
+
+        if not {"-h", "--help"} & set(args):
+            training.preload()
 
     without_help = [arg for arg in args if arg not in ("-h", "--help")]
     known, _ = tyro.cli(TrainOptions, args=without_help, config=_STYLE, return_unknown_args=True, add_help=False)
     model, schedule = PRESETS[known.preset]
     if known.resume and len(without_help) == len(args):
         model, schedule = saved_configs(known.out_dir)
+    # Their checks come later: within tyro they end in its own words.
+    unchecked = [make_dataclass(c.__name__, [], bases=(c,), namespace={"__post_init__": lambda self: None}, frozen=True)
+                 for c in (ModelConfig, TrainingConfig)]  # fmt: skip
     everything = make_dataclass(
         "Options",
         [
-            ("model", Annotated[ModelConfig, tyro.conf.OmitArgPrefixes], field(default=model)),
-            ("training", Annotated[TrainingConfig, tyro.conf.OmitArgPrefixes], field(default=schedule)),
+            (name, Annotated[c, tyro.conf.OmitArgPrefixes], field(default=c(**values.to_dict())))
+            for name, c, values in zip(("model", "training"), unchecked, (model, schedule), strict=True)
         ],
         bases=(TrainOptions,),
     )
-    chosen = _parse(everything, "train", _description(train), args, config=())
+    chosen = _parse(everything, "train", _description(train), _spelt(args, DTYPES), config=())
     try:
         history = training.train(
-            chosen.model,
-            chosen.training,
+            ModelConfig(**chosen.model.to_dict()),
+            TrainingConfig(**chosen.training.to_dict()),
             chosen.out_dir,
             data=chosen.data,
             resume=chosen.resume,
@@ -121,6 +155,9 @@ def train(args: Sequence[str]) -> int:
         ) from error
     if history.interrupted:
         print(f"Go on with:\n    {flashtile('train', '--resume', '--out-dir', chosen.out_dir)}")
+    else:
+        lies = Path(chosen.out_dir, "model")
+        print(f"The model is in {lies}. See what it writes:\n    {flashtile('generate', '--model', lies)}")
     return INTERRUPTED if history.interrupted else 0
 
 
@@ -156,10 +193,11 @@ def generate(
         device: Torch device, or "auto": the GPU if there is one.
         attention: Who computes attention; None means as in training.
     """
-    from flashtile.llm import SamplingConfig, load_model, stream
-    from flashtile.llm.demo import PROMPT
-    from flashtile.llm.shell import flashtile
-    from flashtile.llm.training import resolve_device
+    with loading():
+        from flashtile.llm import SamplingConfig, load_model, stream
+        from flashtile.llm.demo import PROMPT
+        from flashtile.llm.shell import flashtile
+        from flashtile.llm.training import resolve_device
 
     prompt = PROMPT if prompt is None else prompt
     stop = tuple(text.replace("\\n", "\n") for text in stop)
@@ -209,12 +247,21 @@ def compare(
         commit: Commit to write into the result where the source tree has no git.
     """
     _share_the_cores()
-    from dataclasses import replace
+    with loading():
+        from dataclasses import replace
 
-    from flashtile.llm.config import PRESETS
-    from flashtile.llm.experiment import compare_attention
-    from flashtile.llm.training import RunExistsError
+        import torch
 
+        from flashtile.llm.config import PRESETS
+        from flashtile.llm.experiment import compare_attention
+        from flashtile.llm.training import RunExistsError, preload
+
+        preload()
+
+    if preset != "demo" and not torch.cuda.is_available():
+        raise ValueError(
+            f"--preset is {preset}, but wants a GPU, and torch finds none; here `--preset demo` runs, a small model"
+        )
     model, training = PRESETS[preset]
     training = replace(training, compile=compile, steps=training.steps if steps is None else steps)
     if context is not None:
@@ -266,10 +313,11 @@ def explain(
         device: "cpu", "cuda", an architecture such as sm_90 or gfx942, or "auto": the GPU if there is one.
         backend: Ask for this backend, and learn whether it can.
     """
-    import torch
+    with loading():
+        import torch
 
-    from flashtile import dispatch
-    from flashtile.kernel import check, launch
+        from flashtile import dispatch
+        from flashtile.kernel import check, launch
 
     element = getattr(torch, DTYPES[dtype])
     heads_kv, seqlen_k, head_dim_v = (
@@ -303,6 +351,9 @@ def explain(
         arch = "cpu" if kind == "cpu" else launch.arch_of(torch.device(device))
     else:
         kind, arch = "cuda", device
+        known = sorted(({key[0] for key in launch.table()} | set(launch.SAME_ROWS)) - {"interpreter"})
+        if arch not in known:
+            raise ValueError(f"--device is {device}, but wants auto, cpu, cuda or one of {', '.join(known)}")
     problem = dispatch.Problem(
         kind, arch, element, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, causal
     )
@@ -323,9 +374,10 @@ def doctor() -> int:
       flashtile doctor
       TRITON_INTERPRET=1 flashtile doctor      (the GPU's kernels too, in Triton's interpreter)
     """
-    from rich.console import Console
+    with loading():
+        from rich.console import Console
 
-    from flashtile.doctor import report
+        from flashtile.doctor import report
 
     return 0 if report(Console()) else 1
 
@@ -340,7 +392,10 @@ def bench(args: Sequence[str]) -> None:
     kind, rest = _choose("flashtile bench", {n: text for n, (_, text) in BENCHMARKS.items()}, args, _description(bench))
     # The script reads its own options; this is the name that its help shows.
     sys.argv[0] = f"flashtile bench {kind}"
-    importlib.import_module(f"flashtile.bench_mark.{BENCHMARKS[kind][0]}").main(rest)
+    rest = _spelt(rest, {long: short for short, long in DTYPES.items()})
+    with loading():
+        script = importlib.import_module(f"flashtile.bench_mark.{BENCHMARKS[kind][0]}")
+    script.main(rest)
 
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
@@ -382,21 +437,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name, rest = _choose("flashtile", summaries, args[traceback:], _description(main), FLAGS)
         command = COMMANDS[name]
+        if command is explain:
+            rest = _spelt(rest, {long: short for short, long in DTYPES.items()})
         status = (
             command(rest) if command in _READ_THEIR_ARGUMENTS else _parse(command, name, _description(command), rest)
         )
     except KeyboardInterrupt:
         print("\nflashtile: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _ended(INTERRUPTED, argv is None)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, TypeError, ArithmeticError, OSError, ImportError, NotImplementedError) as error:
         if traceback:
             raise
-        print(f"flashtile: {error}", file=sys.stderr)
+        print(f"flashtile: {_with_flags(str(error), args)}", file=sys.stderr)
         return 2
-    return status or 0
+    return _ended(status or 0, argv is None)
+
+
+def _ended(status: int, by_the_shell: bool) -> int:
+    """Return the exit status; after Ctrl-C one more has nothing to stop, and must not spoil the end of the process."""
+    if status == INTERRUPTED and by_the_shell:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return status
+
+
+def _with_flags(message: str, args: Sequence[str]) -> str:
+    """Return an error's message with options called as they are typed: `--d-model` where a function says `d_model`."""
+    command = next((COMMANDS[arg] for arg in args[:2] if arg in COMMANDS), main)
+    options = inspect.signature(command).parameters
+    first = re.match(r"[a-z]\w*(?= is .*, but )", message)
+    if first and (command in _READ_THEIR_ARGUMENTS or first[0] in options):
+        message = _flag(first[0]) + message[first.end() :]
+    if command is train:  # whose options are the fields that its errors speak of
+        names = r"(?<![\w/.'-])[a-z]\w*_\w+(?= is | / |, which is |$)"
+        message = re.sub(names, lambda name: _flag(name[0]), message)
+    return message
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _spelt(args: Sequence[str], spelling: Mapping[str, str]) -> list[str]:
+    """Return the arguments with the values of --dtype spelt as the command does: fp32 and float32 are the same."""
+    found, after = [], False
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        if arg.startswith("-"):
+            after = name in ("--dtype", "--dtypes")
+            found.append(f"{name}={spelling.get(value, value)}" if after and equals else arg)
+        else:
+            found.append(spelling.get(arg, arg) if after else arg)
+    return found
 
 
 def _parse(target: Callable[..., Any], name: str, description: str, args: Sequence[str], config: Any = _STYLE) -> Any:

@@ -117,7 +117,7 @@ def _refusal(name: str, problem: Problem) -> tuple[type[Exception], str] | None:
     """Return why backend ``name`` cannot serve ``problem``, as an error's type and text, or None if it can."""
     on = problem.device_type
     if name == "cpu":
-        return None if on == "cpu" else (ValueError, f"serves CPU tensors, not those on {on}")
+        return None if on == "cpu" else (ValueError, f"serves CPU tensors only; these lie on {on}")
     if name == "hopper" and on != "cuda":
         return ValueError, f"serves CUDA tensors, not those on {on}"
     if on not in _GPU_TYPES and on != "cpu":
@@ -243,9 +243,12 @@ def explain(
     except (ValueError, TypeError, ImportError, NotImplementedError) as error:
         return "\n".join([*lines, f"not served    {error}"])
     lines.append(f"served by     {plan.backend}: {plan.reason}")
-    if plan.backward != plan.backend:
+    if _only_forward(q):
+        lines.append(f"backward by   none: head_dim {max(q.head_dim, q.head_dim_v)} is above {check.MAX_HEAD_DIM}, the "
+                     f"largest with gradients")  # fmt: skip
+    elif plan.backward != plan.backend:
         lines.append(f"backward by   {plan.backward}: {plan.reason_backward}")
-    lines += [f"{kernel:<14} {_describe(config)}" for kernel, config in plan.launch.items()]
+    lines += [f"{kernel.removeprefix('hopper_'):<13} {_describe(config)}" for kernel, config in plan.launch.items()]
     lines += [f"not chosen    {name}: {why}" for name, why in plan.rejected.items()]
     return "\n".join(lines)
 

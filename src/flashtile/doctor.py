@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -204,12 +205,27 @@ def advices() -> Iterator[str]:
         yield "No C compiler is found; Triton needs one to launch its kernels. On Debian and Ubuntu: apt install gcc"
     if torch.cuda.is_available() and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         yield "Python.h is missing; Triton needs it to launch kernels. On Debian and Ubuntu: apt install python3-dev"
-    if torch.cuda.is_available() and launch.arch_of(torch.device("cuda")) == "sm_90":
+    if torch.cuda.is_available() and dispatch.has_triton() and launch.arch_of(torch.device("cuda")) == "sm_90":
         refused = hopper.refusal(_problem("cuda", torch.bfloat16), "forward")
         if refused:
-            yield f"The kernels for this Hopper GPU are not used, the portable ones are: backend 'hopper' {refused}."
+            yield (
+                f"The kernels for this Hopper GPU are not used, the portable ones are: backend 'hopper' {refused}. "
+                f"{_how_to_get_triton(hopper.TRITON)}"
+            )
     if dispatch.interpreting():
         yield "TRITON_INTERPRET=1 is set: kernels run in Triton's slow interpreter. Unset it for speed."
+
+
+def _how_to_get_triton(series: str) -> str:
+    """Say how to get a Triton of this series: by pip, unless the installed torch is tied to another one."""
+    try:
+        wanted = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        wanted = []
+    tied = next((found[1] for found in (re.match(r"triton *== *([\d.]+)", line) for line in wanted) if found), "")
+    if tied and not f"{tied}.".startswith(f"{series}."):
+        return f"To use them, install a torch that wants Triton {series}; this one wants {tied}."
+    return f"To use them: pip install triton=={tied or f'{series}.0'}"
 
 
 def _output_and_gradients(attention, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:

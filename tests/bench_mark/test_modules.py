@@ -74,6 +74,18 @@ def test_overhead(tmp_path, console, monkeypatch, cpu_path):
     assert ("flashtile", "operator, no grad") in status
 
 
+@pytest.mark.parametrize(
+    ("device", "calls"),
+    [("cpu", ["first call"]), ("cuda", ["first call, empty Triton cache", "first call, filled Triton cache"])],
+)
+def test_only_a_gpu_has_a_cache_of_kernels(device, calls, console, monkeypatch):
+    monkeypatch.setattr(bench_mark_overhead, "first_call", lambda *args: (1.0, 2.0, 3.0))
+    result = Result.start("overhead", torch.device("cpu"), {}, commit="abc")
+    case = bench_mark_overhead.Case("fp32", 1, 1, 8, 8, True)
+    bench_mark_overhead._first_calls(case, torch.device(device), result, console)
+    assert [row["what"] for row in result.rows if "call" in row["what"]] == calls
+
+
 def test_the_first_call_runs_in_a_fresh_process(tmp_path):
     case = bench_mark_overhead.Case("fp32", 1, 1, 8, 8, True)
     assert all(seconds > 0 for seconds in bench_mark_overhead.first_call(case, torch.device("cpu"), str(tmp_path)))

@@ -29,11 +29,12 @@ def test_values_that_follow_from_others():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"steps": 0}, "steps must be positive, got 0"),
-        ({"grad_accumulation": -1}, "grad_accumulation must be positive, got -1"),
-        ({"val_fraction": 1.0}, "val_fraction must lie between 0 and 1, got 1.0"),
-        ({"min_lr": 1.0, "max_lr": 0.1}, "min_lr must lie between 0 and max_lr=0.1, got 1.0"),
-        ({"warmup_steps": -1}, "warmup_steps must not be negative, got -1"),
+        ({"steps": 0}, "steps is 0, but wants 1 or more"),
+        ({"grad_accumulation": -1}, "grad_accumulation is -1, but wants 1 or more"),
+        ({"max_lr": 0.0}, "max_lr is 0.0, but wants more than 0"),
+        ({"val_fraction": 1.0}, "val_fraction is 1.0, but wants a value between 0 and 1"),
+        ({"min_lr": 1.0, "max_lr": 0.1}, "min_lr is 1.0, but wants a value from 0 to max_lr, which is 0.1"),
+        ({"warmup_steps": -1}, "warmup_steps is -1, but wants 0 or more"),
         ({"dtype": "float16"}, "dtype must be one of 'auto', 'float32', 'bfloat16', got 'float16'"),
     ],
 )

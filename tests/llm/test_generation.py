@@ -169,11 +169,11 @@ def test_logits_that_are_not_finite_are_refused(bad):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -1.0}, "temperature must not be negative, got -1.0"),
-        ({"temperature": float("nan")}, "temperature must not be negative, got nan"),
-        ({"top_k": 0}, "top_k must be at least 1, got 0"),
-        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
-        ({"max_new_tokens": -1}, "max_new_tokens must not be negative, got -1"),
+        ({"temperature": -1.0}, "temperature is -1.0, but wants 0 or more"),
+        ({"temperature": float("nan")}, "temperature is nan, but wants 0 or more"),
+        ({"top_k": 0}, "top_k is 0, but wants 1 or more"),
+        ({"top_p": 0.0}, "top_p is 0.0, but wants a value above 0, and 1 at most"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1, but wants 0 or more"),
         ({"stop": ("a", "")}, "stop must not hold the empty string"),
     ],
 )

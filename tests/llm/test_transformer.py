@@ -275,12 +275,15 @@ def test_casting_the_model_leaves_the_rotary_tables_alone():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_heads": 5}, "num_heads must divide d_model, got d_model=32, num_heads=5"),
-        ({"num_heads_kv": 3}, "num_heads_kv must divide num_heads, got num_heads=4, num_heads_kv=3"),
-        ({"d_model": 36, "num_heads_kv": 4}, "even head dimension, got d_model / num_heads = 36 / 4 = 9"),
+        ({"num_heads": 5}, "num_heads is 5, but wants a divisor of d_model, which is 32"),
+        ({"num_heads_kv": 3}, "num_heads_kv is 3, but wants a divisor of num_heads, which is 4"),
+        (
+            {"d_model": 36, "num_heads_kv": 4},
+            "d_model / num_heads is 36 / 4 = 9, but rotary embeddings want an even head",
+        ),
         ({"attention": "fast"}, "attention must be one of 'flash', 'flash_triton', 'naive', 'sdpa', got 'fast'"),
-        ({"vocab_size": 0}, "vocab_size must be positive, got 0"),
-        ({"d_ff": -1}, "d_ff must be positive, got -1"),
+        ({"vocab_size": 0}, "vocab_size is 0, but wants 1 or more"),
+        ({"d_ff": -1}, "d_ff is -1, but wants 1 or more"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(change, message):

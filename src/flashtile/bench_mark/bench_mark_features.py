@@ -386,13 +386,15 @@ def report(result: Result) -> list[str]:
     counts = result.summary.get("kernels")
     if counts:
         lines.append(f"\nkernels compiled after each of {len(counts)} lengths, windows and caps: {counts}")
+    targets = result.summary.get("targets", 0)  # a GPU's; without them the table has said what is unsupported
     for row in result.rows:
-        if row["status"] != "ok":
+        if row["status"] not in ("ok", *(() if targets else ("unsupported",))):
             what = {"skipped": "not reached"}.get(row["status"], row["status"])
             about = f"{row['feature']}, {row['provider']}, d{row['head_dim']} {row['mode']}"
             lines.append(f"{what}: {about}: {row['reason']}")
     missed = "; missed: " + ", ".join(result.summary["missed"]) if result.summary.get("missed") else ""
-    lines.append(f"{result.summary.get('met', 0)} of {result.summary.get('targets', 0)} targets met{missed}")
+    if targets:
+        lines.append(f"{result.summary['met']} of {targets} targets met{missed}")
     return [result.caption(), *lines]
 
 

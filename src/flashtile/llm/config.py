@@ -22,9 +22,9 @@ def check_attention(attention: str) -> None:
 def check_heads(d_model: int, num_heads: int, num_heads_kv: int) -> None:
     """Raise ValueError unless the heads divide the width and the query heads fall into equal groups."""
     if num_heads < 1 or d_model % num_heads:
-        raise ValueError(f"num_heads must divide d_model, got d_model={d_model}, num_heads={num_heads}")
+        raise ValueError(f"num_heads is {num_heads}, but wants a divisor of d_model, which is {d_model}")
     if num_heads_kv < 1 or num_heads % num_heads_kv:
-        raise ValueError(f"num_heads_kv must divide num_heads, got num_heads={num_heads}, num_heads_kv={num_heads_kv}")
+        raise ValueError(f"num_heads_kv is {num_heads_kv}, but wants a divisor of num_heads, which is {num_heads}")
 
 
 def _quoted(names: tuple[str, ...]) -> str:
@@ -35,7 +35,8 @@ def _check_positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if not value > 0:
-            raise ValueError(f"{name} must be positive, got {value}")
+            wanted = "1 or more" if isinstance(value, int) else "more than 0"
+            raise ValueError(f"{name} is {value}, but wants {wanted}")
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class ModelConfig:
             _check_positive(self, "d_ff")
         if self.head_dim % 2:
             raise ValueError(
-                f"rotary embeddings need an even head dimension, got d_model / num_heads = "
-                f"{self.d_model} / {self.num_heads} = {self.head_dim}"
+                f"d_model / num_heads is {self.d_model} / {self.num_heads} = {self.head_dim}, but rotary embeddings "
+                f"want an even head dimension"
             )
         check_attention(self.attention)
 
@@ -156,11 +157,11 @@ class TrainingConfig:
         if self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype must be one of {_quoted(get_args(Dtype))}, got {self.dtype!r}")
         if not 0 < self.val_fraction < 1:
-            raise ValueError(f"val_fraction must lie between 0 and 1, got {self.val_fraction}")
+            raise ValueError(f"val_fraction is {self.val_fraction}, but wants a value between 0 and 1")
         if not 0 <= self.min_lr <= self.max_lr:
-            raise ValueError(f"min_lr must lie between 0 and max_lr={self.max_lr}, got {self.min_lr}")
+            raise ValueError(f"min_lr is {self.min_lr}, but wants a value from 0 to max_lr, which is {self.max_lr}")
         if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+            raise ValueError(f"warmup_steps is {self.warmup_steps}, but wants 0 or more")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for JSON and checkpoints."""
@@ -186,13 +187,13 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must not be negative, got {self.max_new_tokens}")
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}, but wants 0 or more")
         if not self.temperature >= 0:
-            raise ValueError(f"temperature must not be negative, got {self.temperature}")
+            raise ValueError(f"temperature is {self.temperature}, but wants 0 or more")
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+            raise ValueError(f"top_k is {self.top_k}, but wants 1 or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+            raise ValueError(f"top_p is {self.top_p}, but wants a value above 0, and 1 at most")
         if "" in self.stop:
             raise ValueError("stop must not hold the empty string, which would end every text at once")
 

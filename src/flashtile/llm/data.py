@@ -134,6 +134,7 @@ def prepare_data(
     vocab_size: int,
     val_fraction: float,
     cache_dir: Path | str,
+    context_length: int = 0,
     say: Callable[[str], None] = lambda message: None,
 ) -> TokenDataset:
     """Tokenize the corpus at `path` (see `find_corpus`), or open what an earlier call left in `cache_dir`.
@@ -142,11 +143,12 @@ def prepare_data(
         path: text file, folder, or None for the standard library.
         vocab_size: most tokens the tokenizer, trained on this corpus, may have.
         val_fraction: share of the tokens, at the end, that is kept for validation.
-        cache_dir: gets a folder `<hash>` with `tokens.bin` and `tokenizer.json`.
+        cache_dir: gets a folder `<hash>` with `tokens.bin` and `tokenizer.json`; nothing if the text is too short.
+        context_length: tokens of the sequences that both parts must have one of, with the token after it.
         say: is told, in sentences, what happens.
 
     Raises:
-        FileNotFoundError, ValueError: as `find_corpus` and `Tokenizer.train` do.
+        FileNotFoundError, ValueError: as `find_corpus`, `Tokenizer.train` and `check_length` do.
     """
     corpus = find_corpus(path)
     key = token_key(corpus, vocab_size)
@@ -157,11 +159,16 @@ def prepare_data(
     if (folder / "meta.json").exists():
         say(f"Reading {corpus.name} ({size}), tokenized earlier.")
     else:
+        if context_length:  # a token is a byte or more, and one ends each file
+            _check_split(corpus.num_bytes + len(corpus.files), val_fraction, context_length, "at most ")
         say(f"Tokenizing {corpus.name} ({size}).")
         if corpus.num_bytes > TRAINER_CHARS:
             say(f"The tokenizer learns from the first {TRAINER_CHARS / 1e6:.0f} million characters.")
-        folder.mkdir(parents=True, exist_ok=True)
         tokenizer = Tokenizer.train((piece for piece, _ in corpus.pieces()), vocab_size)
+        if context_length and corpus.num_bytes <= _PIECE_CHARS:  # few bytes make few tokens: count them first
+            counts = map(len, tokenizer.encode_batch([text for text, _ in corpus.pieces()]))
+            _check_split(sum(counts) + len(corpus.files), val_fraction, context_length)
+        folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save(folder / "tokenizer.json")
         _write_tokens(corpus, tokenizer, folder / "tokens.bin")
         with atomic_write(folder / "meta.json") as file:  # last: its presence means that the others are whole
@@ -188,10 +195,20 @@ def open_data(
         raise FileNotFoundError(f"data: there are no tokens in {folder}")
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     tokens = np.memmap(folder / "tokens.bin", dtype=_id_dtype(tokenizer), mode="r")
-    split = len(tokens) - max(1, round(len(tokens) * val_fraction))
+    split = _split(len(tokens), val_fraction)
     say(f"{tokenizer.vocab_size:,} distinct tokens; {split:,} to train on, {len(tokens) - split:,} to validate on.")
     name = json.loads((folder / "meta.json").read_text())["corpus"]
     return TokenDataset(tokens[:split], tokens[split:], tokenizer, folder.name, name)
+
+
+def _split(num_tokens: int, val_fraction: float) -> int:
+    return num_tokens - max(1, round(num_tokens * val_fraction))
+
+
+def _check_split(num_tokens: int, val_fraction: float, context_length: int, about: str = "") -> None:
+    split = _split(num_tokens, val_fraction)
+    _check_length(split, context_length, "the training split", about)
+    _check_length(num_tokens - split, context_length, "the validation split", about)
 
 
 def _id_dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
@@ -246,9 +263,13 @@ def get_batch(
 
 def check_length(dataset: np.ndarray, context_length: int, name: str = "the data") -> None:
     """Raise ValueError unless a window of `context_length` tokens and the token after it exist."""
-    if context_length >= len(dataset):
+    _check_length(len(dataset), context_length, name)
+
+
+def _check_length(num_tokens: int, context_length: int, name: str, about: str = "") -> None:
+    if context_length >= num_tokens:
         raise ValueError(
-            f"the text is too short: {name} has {len(dataset):,} tokens, but a sequence of {context_length:,} "
+            f"the text is too short: {name} has {about}{num_tokens:,} tokens, but a sequence of {context_length:,} "
             f"and the token after it take {context_length + 1:,}"
         )
 

@@ -23,7 +23,7 @@ from flashtile.llm.config import Attention, ModelConfig, TrainingConfig
 from flashtile.llm.data import prepare_data
 from flashtile.llm.metrics import History, device_name
 from flashtile.llm.plot import plot_loss
-from flashtile.llm.training import RunExistsError, resolve_device, train
+from flashtile.llm.training import RunExistsError, check_attention_runs, train
 
 
 def compare_attention(
@@ -64,12 +64,13 @@ def compare_attention(
         raise RunExistsError(
             f"{out} holds a comparison already: start afresh (overwrite=True) or choose another out_dir"
         )
-    device = resolve_device(training_config.device)
+    (device, *_) = [check_attention_runs(replace(model_config, attention=s), training_config) for s in settings]
     dataset = prepare_data(
         data,
         vocab_size=model_config.vocab_size,
         val_fraction=training_config.val_fraction,
         cache_dir=out / "data",
+        context_length=model_config.context_length,
         say=console.print,
     )
     histories: dict[str, History] = {}

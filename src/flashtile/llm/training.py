@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
+from flashtile import dispatch
+from flashtile.kernel.check import MAX_HEAD_DIM
 from flashtile.llm.atomic import replacing
 from flashtile.llm.checkpoint import check_config, read_checkpoint, restore, save_checkpoint, save_model
 from flashtile.llm.config import ModelConfig, TrainingConfig
@@ -39,6 +42,13 @@ from flashtile.llm.transformer import TransformerLM
 Batch = tuple[Tensor, Tensor]
 # What a new run replaces in its folder; the plot is the demonstration's.
 _LEFT_BY_A_RUN = ("checkpoint.pt", "model", "metrics.jsonl", "tensorboard", "loss.png")
+
+
+def preload() -> None:
+    """Import what a run would import at its start, torch's compiler and TensorBoard, as far as they are there."""
+    for name in ("torch._dynamo", "torch.utils.tensorboard"):
+        with suppress(ImportError):
+            importlib.import_module(name)
 
 
 class RunExistsError(FileExistsError):
@@ -72,6 +82,7 @@ def train(
 
     Raises:
         FileNotFoundError, ValueError: for missing data or checkpoints, and values that do not fit together.
+        TypeError, ImportError, NotImplementedError: if flashtile is to compute attention and cannot here.
         RunExistsError: if `out_dir` holds a run and neither `resume` nor `overwrite` says what to do with it.
         FloatingPointError: if the loss is no longer finite.
     """
@@ -80,6 +91,7 @@ def train(
     checkpoint_path = run / "checkpoint.pt"
     if checkpoint_path.exists() and not (resume or overwrite):
         raise RunExistsError(f"{run} holds a run already: resume it (resume=True) or start afresh (overwrite=True)")
+    check_attention_runs(model_config, training_config)
     saved = read_checkpoint(checkpoint_path) if resume else None
     if saved is not None:
         check_config(saved["extra"]["model_config"], model_config)
@@ -140,6 +152,7 @@ def _dataset(
         vocab_size=model_config.vocab_size,
         val_fraction=training_config.val_fraction,
         cache_dir=run / "data",
+        context_length=model_config.context_length,
         say=say,
     )
 
@@ -412,6 +425,26 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def check_attention_runs(model: ModelConfig, training: TrainingConfig) -> torch.device:
+    """Return the device of a run; raise what says why if it is not here, or flashtile cannot serve the model on it."""
+    device = resolve_device(training.device)
+    if model.attention in ("flash", "flash_triton"):
+        size = (training.batch_size, model.num_heads, model.context_length, model.head_dim)
+        q = torch.empty(1, dtype=resolve_dtype(training.dtype, device), device=device).expand(size)
+        keys = q[:, : model.kv_heads]
+        problem = dispatch.Problem.of(q, keys, keys, is_causal=True)._replace(copied_in_blocks=True)
+        if model.head_dim > MAX_HEAD_DIM:
+            raise ValueError(
+                f"d_model / num_heads is {model.head_dim}, but attention {model.attention!r} trains heads of "
+                f"{MAX_HEAD_DIM} at most"
+            )
+        try:
+            dispatch.select(problem, "triton" if model.attention == "flash_triton" else None)
+        except (ValueError, TypeError, ImportError, NotImplementedError) as error:
+            raise type(error)(f"attention is {model.attention}, but {error}") from error
+    return device
 
 
 class Interrupt(threading.Event):
