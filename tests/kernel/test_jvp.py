@@ -54,7 +54,7 @@ def by_autodiff(attend, primals, directions, dtype, **options) -> Any:
 def moved(options: dict[str, Any], device: str) -> dict[str, Any]:
     """Return the options with their tensors on ``device``: the oracles run on the CPU."""
     options = options | {"mask": options["mask"].to(device)}
-    if options["score"]:
+    if options["score"] is not None:
         tensors = tuple(t.to(device) for t in options["score"].tensors())
         options["score"] = options["score"].with_tensors(tensors)
     if options["dropout"]:

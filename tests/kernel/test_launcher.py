@@ -59,7 +59,7 @@ def kernel(monkeypatch):
 
 
 def launch(kernel, x, *, strides=(64, 1), scale=0.5, seqlen=100, mask_value=None, config=CONFIG, programs=3):
-    mask_value = mask_value or mask.causal()
+    mask_value = mask.causal() if mask_value is None else mask_value
     device = torch.device("cuda", 0)
     args = (x, strides, scale, seqlen, mask_value.on_device())
     launcher.run(kernel, programs, device, args, {"BLOCK": 64}, config)
