@@ -106,15 +106,6 @@ def _floor_remainder_on_device(a, b):
         return rest
 
 
-def along_rows(index: Any) -> bool:
-    """Return whether a tile's index differs from row to row, ``(..., rows, 1)``; reading tables at it is cheap then."""
-    return isinstance(index, torch.Tensor) and index.ndim >= 2 and index.shape[-1] == 1
-
-
-def _along_rows_when_compiled(index):
-    return int(index.shape[len(index.shape) - 1]) == 1
-
-
 def _smaller(a, b):
     return tl.minimum(a, b)
 
@@ -134,6 +125,6 @@ ON_DEVICE = {
 # What it puts there where inputs have 16 bits and indices less than 22 (NVIDIA GPUs, sm_75 and later).
 ROUGH_ON_DEVICE: dict[Any, Any] = {}
 # Likewise, but what it returns is known when compiling: of two branches only one is compiled.
-WHEN_COMPILED = {along_rows: _along_rows_when_compiled}
+WHEN_COMPILED: dict[Any, Any] = {}
 # What the compiler takes for Python's own, and the interpreter does not.
 WHEN_INTERPRETED = {"min": _smaller, "max": _larger}

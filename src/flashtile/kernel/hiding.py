@@ -13,9 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.seqlen import WHEN_COMPILED, along_rows
 
-keys_are_rows = triton.constexpr_function(WHEN_COMPILED[along_rows])
+@triton.constexpr_function
+def keys_are_rows(k_idx):
+    """Return whether a tile is (keys, queries), as where the backward pass walks over queries."""
+    return int(k_idx.shape[len(k_idx.shape) - 1]) == 1
 
 
 @triton.constexpr_function
