@@ -269,7 +269,7 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
     """
     NEXT: gl.constexpr = (CONSUMER + 1) % SIZES.consumers
     stage, phase, step = walk.stage, walk.phase, walk.step
-    acc, p, row_max, row_sum = state
+    acc, p, alpha, statistics = state
     initial, beside = None, None
     if score is not None:
         at = schedule.read_place(rings.board, walk.slot, seqlen_q, seqlen_k, SIZES.packed)
@@ -282,6 +282,7 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
     # min(step, 0) is 0, but unknown: else the compiler makes all descriptors of Q before the loop, too many to keep.
     q_index = walk.q_buffer * SIZES.consumers + CONSUMER + gl.minimum(step, 0)
     s = forward_parts.issue_scores(rings, q_index, stage, initial, SIZES)
+    acc = forward_parts.rescale_if_needed(acc, alpha)  # while the tensor cores have Q K^T to do
     mbarrier.wait(rings.v_full.index(stage), phase)
     acc = forward_parts.issue_values(p, rings.v_smem, stage, acc, walk.keep)
     barriers.arrive(SIZES.turn + NEXT, 256)
@@ -324,22 +325,21 @@ def _key_tile(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sc
     if SIZES.wait_after == "maximum":
         tile_max = forward_parts.finish_before_wait(tile_max)
     if SIZES.wait_after == "exponentials":
-        p_fp32, alpha, row_max, row_sum = forward_parts.fold(s, row_max, row_sum, tile_max, scales)
-        row_sum = forward_parts.finish_before_wait(row_sum)
+        p_fp32, alpha, statistics = forward_parts.fold(s, statistics, tile_max, scales, p.dtype)
+        statistics = forward_parts.sum_before_wait(statistics)
     acc = forward_parts.wait_values(acc)
     barriers.arrive(SIZES.v_free + stage, SIZES.threads)
     if EDGE and walk.is_first:
         at = schedule.read_place(rings.board, walk.slot_before, seqlen_q, seqlen_k, SIZES.packed)
         logit_scale = forward_parts.unit(softmax_scale, score)
-        if SIZES.wait_after == "exponentials":  # then row_max and row_sum are those of this query tile already
+        if SIZES.wait_after == "exponentials":  # then ``statistics`` are those of this query tile already
             forward_parts.write_rows(out, acc, finished, at, logit_scale, sinks_ptr, CONSUMER, SIZES)
         else:
-            forward_parts.write_rows(out, acc, (row_max, row_sum), at, logit_scale, sinks_ptr, CONSUMER, SIZES)
-            row_max, row_sum = forward_parts.fresh_statistics(row_max, row_sum)
+            forward_parts.write_rows(out, acc, statistics, at, logit_scale, sinks_ptr, CONSUMER, SIZES)
+            statistics = forward_parts.fresh_statistics(statistics)
     if SIZES.wait_after != "exponentials":
-        p_fp32, alpha, row_max, row_sum = forward_parts.fold(s, row_max, row_sum, tile_max, scales)
-    acc = forward_parts.rescale_if_needed(acc, alpha)
-    return acc, gl.convert_layout(p_fp32.to(p.dtype), p.type.layout, assert_trivial=True), row_max, row_sum
+        p_fp32, alpha, statistics = forward_parts.fold(s, statistics, tile_max, scales, p.dtype)
+    return acc, gl.convert_layout(p_fp32.to(p.dtype), p.type.layout, assert_trivial=True), alpha, statistics
 
 
 @gluon.jit
@@ -347,8 +347,8 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
              SIZES: gl.constexpr):  # fmt: skip
     """Compute rows 64 CONSUMER, ... of every query tile that the producer posts."""
     scales = forward_parts.scales_of(forward_parts.unit(softmax_scale, score) * LOG2E)
-    acc, p, row_max, row_sum = forward_parts.start(rings.k_smem[0].dtype, SIZES)
-    finished = (row_max, row_sum)
+    acc, p, alpha, statistics = forward_parts.start(rings.v_smem, SIZES)
+    finished = statistics
     stage, phase, q_buffer, q_phase, slot, slot_phase, slot_before = 0, 0, 0, 0, 0, 0, 0
     entries_buffer, entries_phase = CONSUMER + 0, 0
     if SIZES.consumers - 1 == CONSUMER:
@@ -359,13 +359,14 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
     full_first, full_end = schedule.read_full(rings.board, 0, CONSUMER)
     mbarrier.wait(rings.q_full.index(0), 0, pred=live)
     step = last - 1
-    any_tile, keep, is_first = live, live, step < first  # there are no rows to write at the first tile of all
+    # Before the first tile of all there is nothing, neither rows to write nor a sum to keep.
+    any_tile, keep, is_first = live, step < first, step < first
     while live:
-        acc, p, row_max, row_sum = _key_tile(
+        acc, p, alpha, statistics = _key_tile(
             CONSUMER, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, scales,
             _Walk(step, first, full_first, full_end, is_first, keep, stage, phase, q_buffer, slot, slot_before,
                   entries_buffer, entries_phase),
-            (acc, p, row_max, row_sum), finished, True, SIZES,
+            (acc, p, alpha, statistics), finished, True, SIZES,
         )  # fmt: skip
         keep = is_first == 0  # else P V of this tile, the first of its query tile, begins a new sum
         is_first = step == first  # the next one
@@ -374,8 +375,8 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
         step -= 1
         if is_first:
             if SIZES.wait_after == "exponentials":
-                finished = (row_max, row_sum)
-                row_max, row_sum = forward_parts.fresh_statistics(row_max, row_sum)
+                finished = statistics
+                statistics = forward_parts.fresh_statistics(statistics)
             slot_before = slot
             slot, slot_phase = _next(slot, slot_phase, SIZES.slots)
             q_buffer, q_phase = _next(q_buffer, q_phase, SIZES.q_buffers)
@@ -388,23 +389,24 @@ def consumer(CONSUMER: gl.constexpr, rings, out, seqlen_q, seqlen_k, softmax_sca
             # Key tiles in the middle. Without branches the compiler puts more of the softmax under the products.
             stop = gl.where(is_first | (step >= full_end), step + 1, gl.maximum(full_first, first + 1))
             while step >= stop:
-                acc, p, row_max, row_sum = _key_tile(
+                acc, p, alpha, statistics = _key_tile(
                     CONSUMER, rings, out, seqlen_q, seqlen_k, softmax_scale, mask, score, sinks_ptr, tiles, scales,
                     _Walk(step, first, full_first, full_end, is_first, keep, stage, phase, q_buffer, slot, slot_before,
                           entries_buffer, entries_phase),
-                    (acc, p, row_max, row_sum), finished, False, SIZES,
+                    (acc, p, alpha, statistics), finished, False, SIZES,
                 )  # fmt: skip
                 keep = live  # that is, true
                 stage, phase = _next(stage, phase, SIZES.stages)
                 entries_buffer, entries_phase = score_entries.next_buffer(entries_buffer, entries_phase, SIZES)
                 step -= 1
     if any_tile:
+        acc = forward_parts.rescale_if_needed(acc, alpha)
         mbarrier.wait(rings.v_full.index(stage), phase)
         acc = forward_parts.wait_values(forward_parts.issue_values(p, rings.v_smem, stage, acc, keep))
         at = schedule.read_place(rings.board, slot_before, seqlen_q, seqlen_k, SIZES.packed)
         logit_scale = forward_parts.unit(softmax_scale, score)
         if SIZES.wait_after != "exponentials":
-            finished = (row_max, row_sum)
+            finished = statistics
         forward_parts.write_rows(out, acc, finished, at, logit_scale, sinks_ptr, CONSUMER, SIZES)
         tma.store_wait(0)
     if CONSUMER == 0:

@@ -40,6 +40,14 @@ class Out(NamedTuple):
     num_sequences: Any
 
 
+class Statistics(NamedTuple):
+    """What is known of each row: see ``fold``."""
+
+    row_max: Any
+    row_sum: Any  # of the exponentials
+    excess: Any  # by how much the largest of each tile were rounded up
+
+
 # --- matrix products --------------------------------------------------------------------------------------------------
 
 
@@ -112,6 +120,13 @@ def finish_before_wait(x):
         " mov.b32 $0, $2; mov.b32 $1, $3; @p nanosleep.u32 1; }",
         "=&f,=&f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2,
     )  # fmt: skip
+
+
+@gluon.jit
+def sum_before_wait(statistics):
+    """Return ``statistics``; the compiler keeps later waits for products behind the sums."""
+    row_max, row_sum, excess = statistics
+    return Statistics(row_max, finish_before_wait(row_sum), excess)
 
 
 @gluon.jit
@@ -237,21 +252,35 @@ def row_sum_of(p):
 
 
 @gluon.jit
-def start(DTYPE: gl.constexpr, SIZES: gl.constexpr):
-    """Return the online softmax's state before the first key tile: O, P, and each row's maximum and sum."""
-    acc = (zeros(SIZES.chunks_v[0]),)
-    if len(SIZES.chunks_v) == 2:
-        acc = (acc[0], zeros(SIZES.chunks_v[1]))
-    layout: gl.constexpr = tile_layout(SIZES.block_n)
-    p = gl.zeros([ROWS, SIZES.block_n], DTYPE, layout=gl.DotOperandLayout(0, acc[0].type.layout, 2))
-    row_max = gl.full([ROWS], LOWEST, gl.float32, layout=gl.SliceLayout(1, layout))
-    return acc, p, row_max, row_sum_of(zeros(SIZES.block_n))
+def start(v_smem, SIZES: gl.constexpr):
+    """Return the online softmax's state before the first key tile: O, P, alpha, and the rows' statistics.
+
+    O is what a product of nothing made of what lay in shared memory, and not to be kept: where registers have been
+    zeroed on one way into a loop and come from products on the other, the compiler lets each use of them there wait
+    for all products.
+    """
+    acc = _products_of_nothing(v_smem, zeros(SIZES.chunks_v[0]), 0)
+    if len(SIZES.chunks_v) == 1:
+        acc = wait_values((acc,))
+    else:
+        acc = wait_values((acc, _products_of_nothing(v_smem, zeros(SIZES.chunks_v[1]), 1)))
+    p = gl.zeros([ROWS, SIZES.block_n], v_smem[0].dtype, layout=gl.DotOperandLayout(0, acc[0].type.layout, 2))
+    by_row = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, tile_layout(SIZES.block_n)))
+    statistics = fresh_statistics(Statistics(by_row, row_sum_of(zeros(SIZES.block_n)), by_row))
+    return acc, p, gl.full_like(by_row, 1.0), statistics
 
 
 @gluon.jit
-def fresh_statistics(row_max, row_sum):
-    """Return the maxima and sums of rows that have seen no key yet."""
-    return gl.full_like(row_max, LOWEST), gl.full_like(row_sum, 0.0)
+def _products_of_nothing(v_smem, acc, CHUNK: gl.constexpr):
+    p = gl.zeros([ROWS, 16], v_smem[0].dtype, layout=gl.DotOperandLayout(0, acc.type.layout, 2))
+    return warpgroup_mma(p, _matrix(v_smem[CHUNK], 0).slice(0, 16, dim=0), acc, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def fresh_statistics(like):
+    """Return the statistics of rows that have seen no key yet."""
+    row_max = gl.full_like(like.row_max, LOWEST)
+    return Statistics(row_max, gl.full_like(like.row_sum, 0.0), gl.full_like(like.excess, 0.0))
 
 
 @gluon.jit
@@ -270,24 +299,29 @@ def scales_of(scale_log2):
 
 
 @gluon.jit
-def fold(s, row_max, row_sum, tile_max, scales):
+def fold(s, statistics, tile_max, scales, DTYPE: gl.constexpr):
     """One step of the online softmax: ``tile.softmax_step``, which has the reasons, with sums by thread.
 
     ``row_max`` moves only where P would else exceed 2^SLACK: that cancels in P / row_sum, and alpha is 1 as a rule.
+    P is rounded to ``DTYPE``; with the true maximum the largest of it, 1, would not be. So ``excess`` says by how much
+    the largest of each tile were rounded up: O / (row_sum + excess) is right where one weight is most of a row.
     A row that has seen no key keeps ``row_max = LOWEST`` and gets ``p = 0``. A NaN among the logits, or +inf, makes P
     and so the row NaN; ``row_max`` is never NaN.
 
-    Returns ``(p, alpha, new_max, new_sum)``.
+    Returns ``(p, alpha, statistics)``.
     """
+    row_max, row_sum, excess = statistics
     scale_log2, exact, huge = scales
     new_max = gl.maximum(row_max, tile_max)
     new_max = gl.where((new_max - row_max) * scale_log2 > SLACK, new_max, row_max)
     exact = gl.where(gl.abs(new_max) > FAR_LOGIT, gl.minimum(exact, 1.0), exact)
     scale = gl.where(gl.abs(new_max) > huge, exact, scale_log2)
     p = gl.exp2(s * scale[:, None] - (new_max * scale)[:, None])
+    largest = gl.exp2(tile_max * scale - new_max * scale)
     alpha = gl.exp2((row_max - new_max) * scale)
+    excess = excess * alpha + (largest.to(DTYPE).to(gl.float32) - largest)
     kept = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)[:, None]
-    return p, alpha, new_max, kept + row_sum_of(p)
+    return p, alpha, Statistics(new_max, kept + row_sum_of(p), excess)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -343,14 +377,14 @@ def _reciprocal(x):
 
 @gluon.jit
 def write_rows(out, acc, statistics, at, logit_scale, sinks_ptr, CONSUMER: gl.constexpr, SIZES: gl.constexpr):
-    """Write O and LSE of this consumer's rows of a query tile, of which ``statistics`` are (row_max, row_sum)."""
-    row_max, row_sum = statistics
+    """Write O and LSE of this consumer's rows of a query tile."""
     layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
-    total = gl.convert_layout(gl.sum(row_sum, 1), layout, assert_trivial=True)
-    row_max = gl.convert_layout(row_max, layout, assert_trivial=True)
+    total = gl.convert_layout(gl.sum(statistics.row_sum, 1), layout, assert_trivial=True)
+    row_max = gl.convert_layout(statistics.row_max, layout, assert_trivial=True)
+    excess = gl.convert_layout(statistics.excess, layout, assert_trivial=True)
     empty = total == 0.0  # the row saw no key
     lse = gl.where(empty, float("-inf"), row_max * logit_scale + _log2(total) * LN2)
-    factor = _reciprocal(gl.where(empty, 1.0, total))
+    factor = _reciprocal(gl.where(empty, 1.0, total + excess))
     if sinks_ptr is not None:
         with_sink = logaddexp(lse, gl.load(sinks_ptr + at.head).to(gl.float32))
         factor *= gl.exp2((lse - with_sink) * LOG2E)
