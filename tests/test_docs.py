@@ -124,7 +124,12 @@ def test_speed_in_the_readme_is_the_measured_one(file, kernels):
         assert row in text, f"the README's table wants the row {row}"
     if file == "h200_hopper":
         assert f"over {measured['measured']} of the 24 shapes" in text
-        assert f"head_dim 256: {summary['forward']['flashtile']['vs_best_peer_lowest']:.2f}." in text
+        rows = json.loads((ROOT / f"docs/results/{file}.json").read_text())["rows"]
+        ours = [row for row in rows if row["provider"] == "flashtile" and row["mode"] == "forward"]
+        slowest = min(ours, key=lambda row: row["vs_best_peer"])
+        half = "causal" if slowest["causal"] else "full"
+        shape = f"head_dim {slowest['head_dim']}, {half}, {slowest['seqlen']:,} tokens"
+        assert f"{shape}: {slowest['vs_best_peer']:.2f}." in " ".join(text.split())
 
 
 def test_the_language_model_in_the_benchmarks_is_the_measured_one():
