@@ -303,8 +303,9 @@ def fold(s, statistics, tile_max, scales, DTYPE: gl.constexpr):
     """One step of the online softmax: ``tile.softmax_step``, which has the reasons, with sums by thread.
 
     ``row_max`` moves only where P would else exceed 2^SLACK: that cancels in P / row_sum, and alpha is 1 as a rule.
-    P is rounded to ``DTYPE``; with the true maximum the largest of it, 1, would not be. So ``excess`` says by how much
-    the largest of each tile were rounded up: O / (row_sum + excess) is right where one weight is most of a row.
+    P is rounded to ``DTYPE``. That leaves the largest as it is if it is 1, as with the true maximum, but not here: so
+    ``excess`` says by how much the largest of each tile were rounded up, and acc / (row_sum + excess) is right where
+    one weight is most of a row.
     A row that has seen no key keeps ``row_max = LOWEST`` and gets ``p = 0``. A NaN among the logits, or +inf, makes P
     and so the row NaN; ``row_max`` is never NaN.
 
@@ -316,8 +317,9 @@ def fold(s, statistics, tile_max, scales, DTYPE: gl.constexpr):
     new_max = gl.where((new_max - row_max) * scale_log2 > SLACK, new_max, row_max)
     exact = gl.where(gl.abs(new_max) > FAR_LOGIT, gl.minimum(exact, 1.0), exact)
     scale = gl.where(gl.abs(new_max) > huge, exact, scale_log2)
-    p = gl.exp2(s * scale[:, None] - (new_max * scale)[:, None])
-    largest = gl.exp2(tile_max * scale - new_max * scale)
+    shift = new_max * scale
+    p = gl.exp2(s * scale[:, None] - shift[:, None])
+    largest = gl.exp2(tile_max * scale - shift)
     alpha = gl.exp2((row_max - new_max) * scale)
     excess = excess * alpha + (largest.to(DTYPE).to(gl.float32) - largest)
     kept = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout), assert_trivial=True)[:, None]
